@@ -1,0 +1,3 @@
+from pallas_ops.attention.api import flash_attention
+
+__all__ = ["flash_attention"]

@@ -1,0 +1,306 @@
+"""From a primitive to the code that runs it: `implementation=` chosen, refused, logged; primitives registered.
+
+An operation has a table of implementations, the fastest first. Which of them can serve a call is decided
+twice: when the call is traced, from its arguments; when it is lowered, from the platform.
+"""
+
+import dataclasses
+import functools
+import logging
+import pathlib
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.extend.core import DebugInfo, Primitive
+from jax.interpreters import batching, mlir, xla
+from jax.interpreters import partial_eval as pe
+from jax.sharding import AbstractMesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_ops import _jax_internals
+
+logger = logging.getLogger("pallas_ops")
+
+NAMES = ("mosaic_gpu", "triton", "xla", "reference")
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+
+
+def _never(*avals, **params) -> str | None:
+    del avals, params
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Implementation:
+    """One way to run a primitive.
+
+    `run(*operands, config=..., **params)` returns the primitive's results as a sequence. `refuse` takes the
+    same arguments with types in place of arrays and gives the reason, if any, for which it can't serve them.
+    `platforms` None means all of them. Kernels of the Mosaic GPU interpreter's reach set `interpretable`.
+    """
+
+    run: Callable[..., Sequence[jax.Array]]
+    refuse: Callable[..., str | None] = _never
+    platforms: tuple[str, ...] | None = None
+    config_type: type | tuple[type, ...] = ()
+    automatic: bool = True
+    interpretable: bool = False
+
+
+class Partition(NamedTuple):
+    """How a primitive runs on shards under automatic sharding.
+
+    `rule` is Shardy's, in its einsum-like notation, with the factors that must not be sharded. `plan` takes
+    the mesh, the specs of the operands and of the results, and the function to run on a shard, and returns
+    the function of the local operands with its collectives, the specs wanted for the operands, and those of
+    the results.
+    """
+
+    rule: str
+    plan: Callable[..., tuple[Callable, Sequence[P], Sequence[P]]]
+    need_replication: tuple[str, ...] = ()
+    reduction: tuple[str, ...] = ()
+    sizes: dict[str, int] = {}  # noqa: RUF012  (a NamedTuple's default, never written)
+
+
+class Operation:
+    """A JAX primitive whose lowering picks from a table of implementations."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        abstract: Callable,
+        batch: Callable,
+        partition: Callable[..., Partition],
+        public_name: str,
+    ):
+        self.name = name
+        self.public_name = public_name
+        self.implementations: dict[str, Implementation] = {}
+        self._abstract = abstract
+        self._partition = partition
+        self.primitive = Primitive(name)
+        self.primitive.multiple_results = True
+        self.primitive.def_impl(functools.partial(xla.apply_primitive, self.primitive))
+        self.primitive.def_abstract_eval(self._abstract_eval)
+        _jax_internals.prim_requires_devices_during_lowering.add(self.primitive)
+        for platform in PLATFORMS:
+            rule = functools.partial(self._lower, platform)
+            mlir.register_lowering(self.primitive, rule, platform=platform)
+        batching.primitive_batchers[self.primitive] = batch
+
+    def bind(self, *operands: jax.Array, implementation, config, **params) -> list[jax.Array]:
+        """Runs the primitive by the first of `implementation` that can serve the call."""
+        avals = [jax.typeof(x) for x in operands]
+        names = self._candidates(implementation, avals, config, params)
+        return self.primitive.bind(*operands, implementation=names, config=config, **params)
+
+    def register(self, name: str, implementation: Implementation) -> None:
+        """Puts an implementation in the table, in the order of `NAMES`."""
+        table = {**self.implementations, name: implementation}
+        self.implementations = {n: table[n] for n in NAMES if n in table}
+
+    def _refusal(self, name: str, avals, config, params) -> str | None:
+        entry = self.implementations.get(name)
+        if entry is None:
+            return f"no {name} kernel exists for {self.public_name} yet"
+        if config is not None and not isinstance(config, entry.config_type):
+            return f"it takes no config of type {type(config).__name__}"
+        return entry.refuse(*avals, config=config, **params)
+
+    def _candidates(self, implementation, avals, config, params) -> tuple[str, ...]:
+        requested = normalize(implementation)
+        if requested is None:
+            names = [n for n, entry in self.implementations.items() if entry.automatic]
+        else:
+            names = list(requested)
+        reasons = {n: self._refusal(n, avals, config, params) for n in names}
+        able = tuple(n for n in names if reasons[n] is None)
+        if not able:
+            raise NotImplementedError(
+                f"{self.public_name}: "
+                + "; ".join(f"implementation {n!r} can't serve this call: {reasons[n]}" for n in names)
+            )
+        # The refused ones stay out of the primitive's parameters, but the log names them.
+        return able
+
+    def _abstract_eval(self, *avals, implementation, config, **params):
+        del implementation, config
+        # Types from a traced expression, so that dtypes, varying manual axes and explicit shardings are JAX's own.
+        info = DebugInfo("pallas_ops", self.name, None, None)
+        return pe.abstract_eval_fun(functools.partial(self._abstract, **params), *avals, debug_info=info)
+
+    def _lower(self, platform, ctx, *operands, implementation, config, **params):
+        name, entry = self._choose(platform, implementation)
+        self._log(platform, ctx, name, config, params)
+        run = functools.partial(entry.run, config=config, **params)
+        if entry.platforms is not None and platform not in entry.platforms:
+            run = _interpreted(run, self._abstract, params)
+        partition = self._partition(*ctx.avals_in, **params)
+        lower = mlir.lower_fun(_partitioned(run, partition), multiple_results=True)
+        # What runs on a shard is single-device code, to be traced without the mesh around it: loops in it
+        # need not know what varies over which manual axis.
+        local = ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in])
+        with jax.sharding.use_abstract_mesh(_NO_MESH):
+            return lower(local, *operands)
+
+    def _choose(self, platform: str, names: Iterable[str]) -> tuple[str, Implementation]:
+        reasons = []
+        for name in names:
+            entry = self.implementations[name]
+            if entry.platforms is None or platform in entry.platforms:
+                return name, entry
+            if platform == "cpu" and entry.interpretable and _jax_internals.gpu_interpreter_params():
+                return name, entry
+            reasons.append(f"implementation {name!r} runs on {'/'.join(entry.platforms)} only, not on {platform}")
+        raise NotImplementedError(f"{self.public_name}: {'; '.join(reasons)}")
+
+    def _log(self, platform, ctx, chosen: str, config, params) -> None:
+        faster = []
+        for name in NAMES[: NAMES.index(chosen)]:
+            reason = self._refusal(name, ctx.avals_in, config, params)
+            entry = self.implementations.get(name)
+            if reason is None and entry and entry.platforms and platform not in entry.platforms:
+                reason = f"it does not run on {platform}"
+            if reason is not None:
+                faster.append(f"{name}: {reason}")
+        site = call_site(ctx.traceback)
+        log_once(site, f"{self.name} at {site}: {chosen} on {platform}" + "".join(f"; not {f}" for f in faster))
+
+
+def normalize(implementation: str | Sequence[str] | None) -> tuple[str, ...] | None:
+    """`implementation=` as a tuple of known names, or None."""
+    if implementation is None:
+        return None
+    names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
+    if not names or any(n not in NAMES for n in names):
+        raise ValueError(
+            f"implementation must be None, one of {', '.join(map(repr, NAMES))}, or a non-empty sequence"
+            f" of them, got {implementation!r}"
+        )
+    return names
+
+
+_LOGGED: set[tuple[str, str]] = set()
+_PACKAGES = (str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).parents[1] / "flax_modules"))
+
+
+def log_once(site: str, message: str) -> None:
+    """Logs a message at INFO level, once per call site and text."""
+    if (site, message) not in _LOGGED:
+        _LOGGED.add((site, message))
+        logger.info(message)
+
+
+def call_site(traceback) -> str:
+    """`file:line` of the innermost frame outside this library."""
+    for frame in _jax_internals.user_frames(traceback):
+        if not frame.file_name.startswith(_PACKAGES):
+            return f"{frame.file_name}:{frame.start_line}"
+    return "an unknown place"
+
+
+_NO_MESH = AbstractMesh((), ())
+
+
+def _partitioned(run: Callable, partition: Partition) -> Callable:
+    @custom_partitioning
+    def call(*operands):
+        with jax.sharding.use_abstract_mesh(_NO_MESH):
+            return tuple(run(*operands))
+
+    def partition_call(mesh, arg_shapes, result_shapes):
+        shardings = [a.sharding for a in (*arg_shapes, *result_shapes)]
+        if not all(isinstance(s, NamedSharding) for s in shardings):  # no mesh in sight: replicate
+            whole = [s.__class__.get_replicated(s._device_assignment) for s in shardings]
+            return mesh, call.fun, tuple(whole[len(arg_shapes) :]), tuple(whole[: len(arg_shapes)])
+        mesh = shardings[0].mesh
+        specs = [_full_spec(a.sharding.spec, len(a.shape)) for a in (*arg_shapes, *result_shapes)]
+        shard, arg_specs, result_specs = partition.plan(mesh, specs, run)
+
+        def lower(*operands):
+            with jax.sharding.use_abstract_mesh(_NO_MESH):
+                return tuple(shard(*operands))
+
+        named = functools.partial(NamedSharding, mesh)
+        return mesh, lower, tuple(map(named, result_specs)), tuple(map(named, arg_specs))
+
+    call.def_partition(
+        partition=partition_call,
+        sharding_rule=partition.rule,
+        need_replication_factors=partition.need_replication,
+        reduction_factors=partition.reduction,
+        **partition.sizes,
+    )
+    return call
+
+
+def _full_spec(spec: P, ndim: int) -> P:
+    return P(*spec, *(None,) * (ndim - len(spec)))
+
+
+_INTERPRETER_LOCK = threading.Lock()  # the interpreter's state is global to the process
+
+
+def _interpreted(run: Callable, abstract: Callable, params: dict[str, Any]) -> Callable:
+    """A GPU kernel as a callback into the Mosaic GPU interpreter, on a CPU."""
+    interpreter = _jax_internals.gpu_interpreter_params()
+
+    def on_host(*operands, **overrides):
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        state = _jax_internals.gpu_interpreter_state()
+        with _INTERPRETER_LOCK, plgpu.force_gpu_interpret_mode(interpreter):
+            try:
+                results = tuple(np.asarray(r) for r in run(*map(jax.numpy.asarray, operands), **overrides))
+                if interpreter.detect_races and state.get_races().races_found:
+                    raise RuntimeError("the interpreter found a race; see its report on standard output")
+            except Exception:
+                state.reset_gpu_interpret_mode_state()
+                raise
+        return results
+
+    def call(*operands, **overrides):
+        types = jax.eval_shape(functools.partial(abstract, **{**params, **overrides}), *operands)
+        return jax.pure_callback(functools.partial(on_host, **overrides), tuple(types), *operands)
+
+    return call
+
+
+def axes_of(entry) -> tuple[str, ...]:
+    """Mesh axes of one entry of a PartitionSpec."""
+    if entry is None or entry is P.UNCONSTRAINED:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+def dividing_axes(mesh, entry, size: int) -> tuple[str, ...]:
+    """The axes of a spec's entry, or none where a dimension of `size` can't be cut evenly by them."""
+    axes = axes_of(entry)
+    shards = int(np.prod([mesh.shape[a] for a in axes], dtype=np.int64))
+    return axes if shards and size % shards == 0 else ()
+
+
+def explicit_axes(x: jax.Array) -> frozenset[str]:
+    """Axes of explicit type in the mesh of an array's type."""
+    mesh = jax.typeof(x).sharding.mesh
+    pairs = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, kind in pairs if kind == jax.sharding.AxisType.Explicit)
+
+
+def varying(*operands: jax.Array) -> tuple[jax.Array, ...]:
+    """Casts all operands to the union of their varying manual axes.
+
+    The transpose of the cast is what sums a replicated operand's gradient over the shards.
+    """
+    axes = [jax.typeof(x).manual_axis_type.varying for x in operands]
+    union = frozenset().union(*axes)
+    return tuple(
+        jax.lax.pcast(x, tuple(sorted(union - own)), to="varying") if union - own else x
+        for x, own in zip(operands, axes, strict=True)
+    )
