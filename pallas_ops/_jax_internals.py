@@ -10,9 +10,6 @@ from jax._src.checkify import FailedCheckError, assert_func, error_checks, get_t
 # or lowering it under a mesh fails for want of the devices.
 from jax._src.dispatch import prim_requires_devices_during_lowering
 
-# checked on 0.11.2, 0.12.0.1: the Python frames at which an equation was traced.
-from jax._src.source_info_util import user_frames
-
 __all__ = [
     "checkify_assert",
     "error_checks",
@@ -20,7 +17,6 @@ __all__ = [
     "gpu_interpreter_state",
     "prim_requires_devices_during_lowering",
     "user_checks_enabled",
-    "user_frames",
 ]
 
 

@@ -7,9 +7,12 @@ twice: when the call is traced, from its arguments; when it is lowered, from the
 import dataclasses
 import functools
 import logging
+import os
 import pathlib
+import sys
+import sysconfig
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -39,12 +42,15 @@ class Implementation:
     """One way to run a primitive.
 
     `run(*operands, config=..., **params)` returns the primitive's results as a sequence. `refuse` takes the
-    same arguments with types in place of arrays and gives the reason, if any, for which it can't serve them.
-    `platforms` None means all of them. Kernels of the Mosaic GPU interpreter's reach set `interpretable`.
+    same arguments with types in place of arrays and gives the reason, if any, for which it can't serve them;
+    `refuse_device(ctx)` that for which it can't be lowered in a `mlir.LoweringRuleContext`, say for a card too
+    old. `platforms` None means all of them. `automatic` says whether None may choose it, `interpretable`
+    whether the Mosaic GPU interpreter runs it on a CPU.
     """
 
     run: Callable[..., Sequence[jax.Array]]
     refuse: Callable[..., str | None] = _never
+    refuse_device: Callable[[mlir.LoweringRuleContext], str | None] = _never
     platforms: tuple[str, ...] | None = None
     config_type: type | tuple[type, ...] = ()
     automatic: bool = True
@@ -64,7 +70,6 @@ class Partition(NamedTuple):
     plan: Callable[..., tuple[Callable, Sequence[P], Sequence[P]]]
     need_replication: tuple[str, ...] = ()
     reduction: tuple[str, ...] = ()
-    sizes: dict[str, int] = {}  # noqa: RUF012  (a NamedTuple's default, never written)
 
 
 class Operation:
@@ -84,6 +89,8 @@ class Operation:
         self.implementations: dict[str, Implementation] = {}
         self._abstract = abstract
         self._partition = partition
+        # Call sites not logged yet, by parameters and then by shapes. Lowering is cached and knows of none.
+        self._sites: dict[Hashable, dict[Hashable, set[str]]] = {}
         self.primitive = Primitive(name)
         self.primitive.multiple_results = True
         self.primitive.def_impl(functools.partial(xla.apply_primitive, self.primitive))
@@ -98,6 +105,8 @@ class Operation:
         """Runs the primitive by the first of `implementation` that can serve the call."""
         avals = [jax.typeof(x) for x in operands]
         names = self._candidates(implementation, avals, config, params)
+        sites = self._sites.setdefault(_call_key(names, config, params), {})
+        sites.setdefault(_shapes(avals), set()).add(call_site())
         return self.primitive.bind(*operands, implementation=names, config=config, **params)
 
     def register(self, name: str, implementation: Implementation) -> None:
@@ -126,7 +135,6 @@ class Operation:
                 f"{self.public_name}: "
                 + "; ".join(f"implementation {n!r} can't serve this call: {reasons[n]}" for n in names)
             )
-        # The refused ones stay out of the primitive's parameters, but the log names them.
         return able
 
     def _abstract_eval(self, *avals, implementation, config, **params):
@@ -136,10 +144,15 @@ class Operation:
         return pe.abstract_eval_fun(functools.partial(self._abstract, **params), *avals, debug_info=info)
 
     def _lower(self, platform, ctx, *operands, implementation, config, **params):
-        name, entry = self._choose(platform, implementation)
-        self._log(platform, ctx, name, config, params)
+        reasons = {n: self._platform_refusal(self.implementations[n], platform, ctx) for n in implementation}
+        name = next((n for n in implementation if reasons[n] is None), None)
+        if name is None:
+            why = "; ".join(f"implementation {n!r} {reasons[n]}" for n in implementation)
+            raise NotImplementedError(f"{self.public_name}: {why}")
+        entry = self.implementations[name]
+        self._log(platform, ctx, name, implementation, reasons, config, params)
         run = functools.partial(entry.run, config=config, **params)
-        if entry.platforms is not None and platform not in entry.platforms:
+        if not _runs_on(entry, platform):
             run = _interpreted(run, self._abstract, params)
         partition = self._partition(*ctx.avals_in, **params)
         lower = mlir.lower_fun(_partitioned(run, partition), multiple_results=True)
@@ -149,35 +162,42 @@ class Operation:
         with jax.sharding.use_abstract_mesh(_NO_MESH):
             return lower(local, *operands)
 
-    def _choose(self, platform: str, names: Iterable[str]) -> tuple[str, Implementation]:
-        reasons = []
-        for name in names:
-            entry = self.implementations[name]
-            if entry.platforms is None or platform in entry.platforms:
-                return name, entry
-            if platform == "cpu" and entry.interpretable and _jax_internals.gpu_interpreter_params():
-                return name, entry
-            reasons.append(f"implementation {name!r} runs on {'/'.join(entry.platforms)} only, not on {platform}")
-        raise NotImplementedError(f"{self.public_name}: {'; '.join(reasons)}")
+    def _platform_refusal(self, entry: Implementation, platform: str, ctx) -> str | None:
+        if _runs_on(entry, platform):
+            return entry.refuse_device(ctx)
+        if platform == "cpu" and entry.interpretable and _jax_internals.gpu_interpreter_params():
+            return None
+        return f"runs on {'/'.join(entry.platforms or ())} only, not on {platform}"
 
-    def _log(self, platform, ctx, chosen: str, config, params) -> None:
-        faster = []
+    def _log(self, platform, ctx, chosen: str, names, reasons, config, params) -> None:
+        message = f"{chosen} on {platform}"
         for name in NAMES[: NAMES.index(chosen)]:
-            reason = self._refusal(name, ctx.avals_in, config, params)
-            entry = self.implementations.get(name)
-            if reason is None and entry and entry.platforms and platform not in entry.platforms:
-                reason = f"it does not run on {platform}"
-            if reason is not None:
-                faster.append(f"{name}: {reason}")
-        site = call_site(ctx.traceback)
-        log_once(site, f"{self.name} at {site}: {chosen} on {platform}" + "".join(f"; not {f}" for f in faster))
+            reason = self._refusal(name, ctx.avals_in, config, params) or reasons.get(name)
+            message += f"; not {name}: {reason or 'not asked for'}"
+        by_shape = self._sites.get(_call_key(names, config, params), {})
+        # vmap changes the shapes after the call: then all sites with these parameters are meant.
+        sites = by_shape.pop(_shapes(ctx.avals_in), None) or set().union(*by_shape.values())
+        for site in sorted(sites):
+            log_once(f"{self.name} at {site}: {message}")
+
+
+def _call_key(names: tuple[str, ...], config, params: dict[str, Any]) -> Hashable:
+    return names, config, tuple(sorted(params.items()))
+
+
+def _shapes(avals) -> Hashable:
+    return tuple((a.shape, a.dtype) for a in avals)
+
+
+def _runs_on(entry: Implementation, platform: str) -> bool:
+    return entry.platforms is None or platform in entry.platforms
 
 
 def normalize(implementation: str | Sequence[str] | None) -> tuple[str, ...] | None:
     """`implementation=` as a tuple of known names, or None."""
     if implementation is None:
         return None
-    names = (implementation,) if isinstance(implementation, str) else tuple(implementation)
+    names = tuple(implementation) if isinstance(implementation, (tuple, list)) else (implementation,)
     if not names or any(n not in NAMES for n in names):
         raise ValueError(
             f"implementation must be None, one of {', '.join(map(repr, NAMES))}, or a non-empty sequence"
@@ -186,22 +206,33 @@ def normalize(implementation: str | Sequence[str] | None) -> tuple[str, ...] | N
     return names
 
 
-_LOGGED: set[tuple[str, str]] = set()
-_PACKAGES = (str(pathlib.Path(__file__).parent), str(pathlib.Path(__file__).parents[1] / "flax_modules"))
+_LOGGED: set[str] = set()
+# What lies between a user's line and this library: itself, its siblings, JAX, Flax; and the standard library.
+_SITE_PACKAGES = pathlib.Path(jax.__file__).parents[1]
+_NOT_USERS = (
+    *(str(pathlib.Path(__file__).parents[1] / name) + os.sep for name in ("pallas_ops", "flax_modules")),
+    *(str(_SITE_PACKAGES / name) + os.sep for name in ("jax", "flax", "jaxtyping", "beartype")),
+    "<",
+)
+_STDLIB = sysconfig.get_path("stdlib") + os.sep
 
 
-def log_once(site: str, message: str) -> None:
-    """Logs a message at INFO level, once per call site and text."""
-    if (site, message) not in _LOGGED:
-        _LOGGED.add((site, message))
+def log_once(message: str) -> None:
+    """Logs at INFO level what was not logged before; a message that names a call site is one per site."""
+    if message not in _LOGGED:
+        _LOGGED.add(message)
         logger.info(message)
 
 
-def call_site(traceback) -> str:
-    """`file:line` of the innermost frame outside this library."""
-    for frame in _jax_internals.user_frames(traceback):
-        if not frame.file_name.startswith(_PACKAGES):
-            return f"{frame.file_name}:{frame.start_line}"
+def call_site() -> str:
+    """`file:line` of the innermost Python frame that is a user's."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        path = frame.f_code.co_filename
+        standard = path.startswith(_STDLIB) and "site-packages" not in path
+        if not standard and not path.startswith(_NOT_USERS):
+            return f"{path}:{frame.f_lineno}"
+        frame = frame.f_back
     return "an unknown place"
 
 
@@ -235,7 +266,6 @@ def _partitioned(run: Callable, partition: Partition) -> Callable:
         sharding_rule=partition.rule,
         need_replication_factors=partition.need_replication,
         reduction_factors=partition.reduction,
-        **partition.sizes,
     )
     return call
 
