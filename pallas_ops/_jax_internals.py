@@ -2,12 +2,12 @@
 
 import types
 
-# checked on 0.11.2, 0.12.0.1: rules (ctx, error, enabled_errors, *operands, **params) -> (error, results)
-# by which checkify looks at the values of a primitive's operands.
+# checked on 0.11.2, 0.12.0.1: rules (ctx, error, enabled_errors, *operands, **params) -> (error,
+# results) by which checkify looks at the values of a primitive's operands.
 from jax._src.checkify import FailedCheckError, assert_func, error_checks, get_traceback
 
-# checked on 0.11.2, 0.12.0.1: a primitive whose lowering holds custom_partitioning must be listed here,
-# or lowering it under a mesh fails for want of the devices.
+# checked on 0.11.2, 0.12.0.1: a primitive whose lowering holds custom_partitioning must be listed
+# here, or lowering it under a mesh fails for want of the devices.
 from jax._src.dispatch import prim_requires_devices_during_lowering
 
 __all__ = [

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import PartitionSpec as P
 
 Precision = Any  # what jax.lax.dot_general takes as `precision`, hashable
@@ -52,7 +53,7 @@ def flag(name: str, x) -> bool:
 
 
 def _describe(x) -> str:
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         return f"a traced value of type {jax.typeof(x)}"
     return f"{x!r} of type {type(x).__name__}"
 
@@ -70,7 +71,7 @@ def precision(given, dtype) -> Precision:
         return tuple(precision(p, dtype) for p in given)
     for kind in (jax.lax.Precision, jax.lax.DotAlgorithmPreset):
         try:
-            return kind(given) if kind is jax.lax.Precision else kind[given]
+            return kind(given) if kind is jax.lax.Precision else kind[str(given)]
         except (ValueError, KeyError, TypeError):
             pass
     raise ValueError(
@@ -92,14 +93,15 @@ def accumulator_dtype(dtype) -> jnp.dtype:
 
 
 def reshape_leading(x: jax.Array, ndim: int, shape: tuple[int, ...]) -> jax.Array:
-    """Reshapes the first `ndim` dimensions to `shape`, keeping an explicit sharding of the first of them."""
+    """Reshapes the first `ndim` dimensions to `shape`; an explicit sharding of the first stays."""
     if x.shape[:ndim] == shape:
         return x
     new_shape = (*shape, *x.shape[ndim:])
     spec = tuple(jax.typeof(x).sharding.spec)
     if all(entry is None for entry in spec):
         return jnp.reshape(x, new_shape)
-    # Merged or split dimensions keep the sharding of the leading one; that of the others is given up.
+    # Merged or split dimensions keep the sharding of the leading one; that of the others is given
+    # up.
     keep = spec[:1] if ndim and shape and _cuts(x, spec[0], shape[0]) else (None,) * min(ndim, 1)
     inner = (*keep, *(None,) * (ndim - len(keep)))
     if inner != spec[:ndim]:

@@ -1,7 +1,7 @@
-"""From a primitive to the code that runs it: `implementation=` chosen, refused, logged; primitives registered.
+"""From a primitive to the code that runs it: implementations chosen, refused and logged.
 
-An operation has a table of implementations, the fastest first. Which of them can serve a call is decided
-twice: when the call is traced, from its arguments; when it is lowered, from the platform.
+An operation has a table of implementations, the fastest first. Which of them can serve a call is
+decided twice: when the call is traced, from its arguments; when it is lowered, from the platform.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import DebugInfo, Primitive
 from jax.interpreters import batching, mlir, xla
@@ -41,11 +42,12 @@ def _never(*avals, **params) -> str | None:
 class Implementation:
     """One way to run a primitive.
 
-    `run(*operands, config=..., **params)` returns the primitive's results as a sequence. `refuse` takes the
-    same arguments with types in place of arrays and gives the reason, if any, for which it can't serve them;
-    `refuse_device(ctx)` that for which it can't be lowered in a `mlir.LoweringRuleContext`, say for a card too
-    old. `platforms` None means all of them. `automatic` says whether None may choose it, `interpretable`
-    whether the Mosaic GPU interpreter runs it on a CPU.
+    `run(*operands, config=..., **params)` returns the primitive's results as a sequence. `refuse`
+    takes the same arguments with types in place of arrays and gives the reason, if any, for which
+    it can't serve them; `refuse_device(ctx)` that for which it can't be lowered in a
+    `mlir.LoweringRuleContext`, say for a card too old. `platforms` None means all of them.
+    `automatic` says whether None may choose it, `interpretable` whether the Mosaic GPU interpreter
+    runs it on a CPU.
     """
 
     run: Callable[..., Sequence[jax.Array]]
@@ -60,10 +62,10 @@ class Implementation:
 class Partition(NamedTuple):
     """How a primitive runs on shards under automatic sharding.
 
-    `rule` is Shardy's, in its einsum-like notation, with the factors that must not be sharded. `plan` takes
-    the mesh, the specs of the operands and of the results, and the function to run on a shard, and returns
-    the function of the local operands with its collectives, the specs wanted for the operands, and those of
-    the results.
+    `rule` is Shardy's, in its einsum-like notation, with the factors that must not be sharded.
+    `plan` takes the mesh, the specs of the operands and of the results, and the function to run on
+    a shard, and returns the function of the local operands with its collectives, the specs wanted
+    for the operands, and those of the results.
     """
 
     rule: str
@@ -89,7 +91,8 @@ class Operation:
         self.implementations: dict[str, Implementation] = {}
         self._abstract = abstract
         self._partition = partition
-        # Call sites not logged yet, by parameters and then by shapes. Lowering is cached and knows of none.
+        # Call sites not logged yet, by parameters and then by shapes. Lowering is cached and knows
+        # of none.
         self._sites: dict[Hashable, dict[Hashable, set[str]]] = {}
         self.primitive = Primitive(name)
         self.primitive.multiple_results = True
@@ -133,18 +136,26 @@ class Operation:
         if not able:
             raise NotImplementedError(
                 f"{self.public_name}: "
-                + "; ".join(f"implementation {n!r} can't serve this call: {reasons[n]}" for n in names)
+                + "; ".join(
+                    f"implementation {n!r} can't serve this call: {reasons[n]}" for n in names
+                )
             )
         return able
 
     def _abstract_eval(self, *avals, implementation, config, **params):
         del implementation, config
-        # Types from a traced expression, so that dtypes, varying manual axes and explicit shardings are JAX's own.
+        # Types from a traced expression, so that dtypes, varying manual axes and explicit shardings
+        # are JAX's own.
         info = DebugInfo("pallas_ops", self.name, None, None)
-        return pe.abstract_eval_fun(functools.partial(self._abstract, **params), *avals, debug_info=info)
+        return pe.abstract_eval_fun(
+            functools.partial(self._abstract, **params), *avals, debug_info=info
+        )
 
     def _lower(self, platform, ctx, *operands, implementation, config, **params):
-        reasons = {n: self._platform_refusal(self.implementations[n], platform, ctx) for n in implementation}
+        reasons = {
+            n: self._platform_refusal(self.implementations[n], platform, ctx)
+            for n in implementation
+        }
         name = next((n for n in implementation if reasons[n] is None), None)
         if name is None:
             why = "; ".join(f"implementation {n!r} {reasons[n]}" for n in implementation)
@@ -156,9 +167,9 @@ class Operation:
             run = _interpreted(run, self._abstract, params)
         partition = self._partition(*ctx.avals_in, **params)
         lower = mlir.lower_fun(_partitioned(run, partition), multiple_results=True)
-        # What runs on a shard is single-device code, to be traced without the mesh around it: loops in it
-        # need not know what varies over which manual axis.
-        local = ctx.replace(avals_in=[jax.core.ShapedArray(a.shape, a.dtype) for a in ctx.avals_in])
+        # What runs on a shard is single-device code, to be traced without the mesh around it: loops
+        # in it need not know what varies over which manual axis.
+        local = ctx.replace(avals_in=[ShapedArray(a.shape, a.dtype) for a in ctx.avals_in])
         with jax.sharding.use_abstract_mesh(_NO_MESH):
             return lower(local, *operands)
 
@@ -197,20 +208,24 @@ def normalize(implementation: str | Sequence[str] | None) -> tuple[str, ...] | N
     """`implementation=` as a tuple of known names, or None."""
     if implementation is None:
         return None
-    names = tuple(implementation) if isinstance(implementation, (tuple, list)) else (implementation,)
-    if not names or any(n not in NAMES for n in names):
+    names = (implementation,) if isinstance(implementation, str) else implementation
+    if not isinstance(names, Sequence) or not names or any(n not in NAMES for n in names):
         raise ValueError(
-            f"implementation must be None, one of {', '.join(map(repr, NAMES))}, or a non-empty sequence"
-            f" of them, got {implementation!r}"
+            f"implementation must be None, one of {', '.join(map(repr, NAMES))}, or a non-empty"
+            f" sequence of them, got {implementation!r}"
         )
-    return names
+    return tuple(names)
 
 
 _LOGGED: set[str] = set()
-# What lies between a user's line and this library: itself, its siblings, JAX, Flax; and the standard library.
+# What lies between a user's line and this library: itself, its siblings, JAX, Flax; and the
+# standard library.
 _SITE_PACKAGES = pathlib.Path(jax.__file__).parents[1]
 _NOT_USERS = (
-    *(str(pathlib.Path(__file__).parents[1] / name) + os.sep for name in ("pallas_ops", "flax_modules")),
+    *(
+        str(pathlib.Path(__file__).parents[1] / name) + os.sep
+        for name in ("pallas_ops", "flax_modules")
+    ),
     *(str(_SITE_PACKAGES / name) + os.sep for name in ("jax", "flax", "jaxtyping", "beartype")),
     "<",
 )
@@ -218,7 +233,7 @@ _STDLIB = sysconfig.get_path("stdlib") + os.sep
 
 
 def log_once(message: str) -> None:
-    """Logs at INFO level what was not logged before; a message that names a call site is one per site."""
+    """Logs at INFO level what was not logged before."""
     if message not in _LOGGED:
         _LOGGED.add(message)
         logger.info(message)
@@ -287,9 +302,13 @@ def _interpreted(run: Callable, abstract: Callable, params: dict[str, Any]) -> C
         state = _jax_internals.gpu_interpreter_state()
         with _INTERPRETER_LOCK, plgpu.force_gpu_interpret_mode(interpreter):
             try:
-                results = tuple(np.asarray(r) for r in run(*map(jax.numpy.asarray, operands), **overrides))
+                results = tuple(
+                    np.asarray(r) for r in run(*map(jax.numpy.asarray, operands), **overrides)
+                )
                 if interpreter.detect_races and state.get_races().races_found:
-                    raise RuntimeError("the interpreter found a race; see its report on standard output")
+                    raise RuntimeError(
+                        "the interpreter found a race; see its report on standard output"
+                    )
             except Exception:
                 state.reset_gpu_interpret_mode_state()
                 raise
@@ -310,7 +329,7 @@ def axes_of(entry) -> tuple[str, ...]:
 
 
 def dividing_axes(mesh, entry, size: int) -> tuple[str, ...]:
-    """The axes of a spec's entry, or none where a dimension of `size` can't be cut evenly by them."""
+    """The axes of a spec's entry, or none where they don't cut a dimension of `size` evenly."""
     axes = axes_of(entry)
     shards = int(np.prod([mesh.shape[a] for a in axes], dtype=np.int64))
     return axes if shards and size % shards == 0 else ()

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 def interpret(races: bool = True) -> Iterator[None]:
     """A context in which the Mosaic GPU kernels run on a CPU, in Pallas' interpreter.
 
-    The interpreter simulates shared memory, barriers, TMA and wgmma. Memory that was never written reads as
-    NaN. Within the context `implementation="mosaic_gpu"` runs on a CPU, and None prefers it; it is slow, so
-    use tiny shapes. Compiled functions are not shared with the outside.
+    The interpreter simulates shared memory, barriers, TMA and wgmma. Memory that was never written
+    reads as NaN. Within the context `implementation="mosaic_gpu"` runs on a CPU, and None prefers
+    it; it is slow, so use tiny shapes. Compiled functions are not shared with the outside.
 
     Args:
-      races: also detect races between warpgroups, blocks and asynchronous copies; one found is raised as a
-        RuntimeError, by way of JAX's callbacks.
+      races: also detect races between warpgroups, blocks and asynchronous copies; one found is
+        raised as a RuntimeError, by way of JAX's callbacks.
 
     Source: https://docs.jax.dev/en/latest/pallas/
     """

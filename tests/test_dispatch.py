@@ -1,4 +1,4 @@
-"""A kernel can be put in an operation's table, and is then chosen, refused, logged, interpreted and exported."""
+"""A kernel put in an operation's table is chosen, refused, logged, interpreted and exported."""
 
 import logging
 import re
@@ -38,7 +38,9 @@ def doubling_kernel(query, key, value, *, racy=False, **params):
         out_type=jax.ShapeDtypeStruct((64, 64), jnp.float32),
         scratch_types=[smem, smem, plgpu.Barrier()],
     )
-    return kernel(query.reshape(64, 64)).reshape(query.shape), jnp.zeros(query.shape[:3], jnp.float32)
+    return kernel(query.reshape(64, 64)).reshape(query.shape), jnp.zeros(
+        query.shape[:3], jnp.float32
+    )
 
 
 def no_more_than_64(query, *operands, **params):
@@ -49,8 +51,15 @@ def no_more_than_64(query, *operands, **params):
 @pytest.fixture
 def kernel(monkeypatch):
     def plug(run=doubling_kernel, **options):
-        monkeypatch.setattr(flash_attention_fwd, "implementations", dict(flash_attention_fwd.implementations))
-        options = {"platforms": ("cuda",), "interpretable": True, "refuse": no_more_than_64, **options}
+        monkeypatch.setattr(
+            flash_attention_fwd, "implementations", dict(flash_attention_fwd.implementations)
+        )
+        options = {
+            "platforms": ("cuda",),
+            "interpretable": True,
+            "refuse": no_more_than_64,
+            **options,
+        }
         flash_attention_fwd.register("mosaic_gpu", dispatch.Implementation(run, **options))
         jax.clear_caches()  # they are not told of a changed table
 
@@ -102,7 +111,9 @@ def test_sequence_is_tried_in_order(kernel, arrays):
 def test_reason_in_the_arguments_is_given_when_traced(kernel):
     kernel()
     long = [jax.ShapeDtypeStruct((1, 128, 1, 64), jnp.float32)] * 3
-    with pytest.raises(NotImplementedError, match="'mosaic_gpu' can't serve this call: T=128 is over 64"):
+    with pytest.raises(
+        NotImplementedError, match="'mosaic_gpu' can't serve this call: T=128 is over 64"
+    ):
         jax.eval_shape(lambda *a: attend(*a, implementation="mosaic_gpu"), *long)
     assert jax.eval_shape(attend, *long).shape == (1, 128, 1, 64)
 
@@ -122,7 +133,9 @@ def test_export_for_both_platforms(kernel, arrays):
     kernel()
     exported = export.export(jax.jit(attend), platforms=["cpu", "cuda"])(*arrays)
     assert "mosaic_gpu" in exported.mlir_module()
-    np.testing.assert_allclose(exported.call(*arrays), attend(*arrays, implementation="xla"), rtol=1e-6)
+    np.testing.assert_allclose(
+        exported.call(*arrays), attend(*arrays, implementation="xla"), rtol=1e-6
+    )
 
 
 def test_interpreter_runs_the_kernel(kernel, arrays):
@@ -137,7 +150,7 @@ def test_interpreter_runs_the_kernel(kernel, arrays):
 
 def test_interpreter_raises_on_a_race(kernel, arrays):
     kernel(run=lambda *operands, **params: doubling_kernel(*operands, racy=True, **params))
-    with testing.interpret(races=True), pytest.raises(Exception, match="[Rr]ace"):
+    with testing.interpret(races=True), pytest.raises(Exception, match=r"[Rr]ace"):
         jax.block_until_ready(attend(*arrays, implementation="mosaic_gpu"))
     kernel()
     with testing.interpret(races=True):
@@ -150,7 +163,9 @@ def test_gradient_resolves_its_own_implementation(kernel, arrays):
     text = jax.jit(grad).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert "mosaic_gpu" in text and "mosaic_gpu" not in flash_attention_bwd.implementations
     with pytest.raises(NotImplementedError, match="no mosaic_gpu kernel exists"):
-        jax.eval_shape(jax.grad(lambda *a: jnp.sum(attend(*a, implementation="mosaic_gpu"))), *arrays)
+        jax.eval_shape(
+            jax.grad(lambda *a: jnp.sum(attend(*a, implementation="mosaic_gpu"))), *arrays
+        )
 
 
 def test_config_selects_and_refuses(kernel, arrays):
@@ -172,8 +187,8 @@ def test_logged_once_per_call_site(kernel, arrays, caplog):
     assert len(messages) == 2
     for message in messages:
         assert re.search(
-            r"^flash_attention_fwd at .*test_dispatch\.py:\d+: xla on cpu; not mosaic_gpu: runs on cuda only,"
-            r" not on cpu; not triton: no triton kernel exists for flash_attention yet$",
+            r"^flash_attention_fwd at .*test_dispatch\.py:\d+: xla on cpu; not mosaic_gpu: runs on"
+            r" cuda only, not on cpu; not triton: no triton kernel exists for flash_attention yet$",
             message,
         )
 

@@ -1,8 +1,8 @@
 """Attention by tiles in plain XLA: O(T+S) temporary memory, runs wherever no kernel does.
 
-The forward keeps a running maximum and sum over key blocks (Milakov and Gimelshein, arXiv:1805.02867;
-Rabe and Staats, arXiv:2112.05682); the backward recomputes the weights of a tile from lse (Dao et al.,
-arXiv:2205.14135). Blocks in which no query sees a key are not visited.
+The forward keeps a running maximum and sum over key blocks (Milakov and Gimelshein,
+arXiv:1805.02867; Rabe and Staats, arXiv:2112.05682); the backward recomputes the weights of a tile
+from lse (Dao et al., arXiv:2205.14135). Blocks in which no query sees a key are not visited.
 """
 
 import dataclasses
@@ -15,7 +15,8 @@ from pallas_ops import arguments
 from pallas_ops.attention import masks, tiles
 from pallas_ops.attention.validate import Operands, Spec
 
-# Scores held at once, 16 MiB in float32: large enough for a CPU's matrix products, small beside q, k and v.
+# Scores held at once, 16 MiB in float32: large enough for a CPU's matrix products, small beside q,
+# k and v.
 _TILE_ELEMENTS = 2**22
 _SMALLEST_BLOCK, _LARGEST_BLOCK = 64, 512
 
@@ -60,7 +61,7 @@ class _Blocks:
 
 
 def _visit(operands, spec, start, mine: _Blocks, others: _Blocks, *, of_rows: bool):
-    """The other side's blocks that a block meets: their number, and a function from 0.. to their index."""
+    """The other side's blocks that a block meets: their number, and the place of the n-th."""
     seen = masks.visible_blocks(operands, spec, start, mine.size, others.size, of_rows=of_rows)
     if seen is None:
         return jnp.int32(others.count), lambda n: n
@@ -141,14 +142,16 @@ def forward(operands: Operands, spec: Spec, config: Config | None) -> tuple[jax.
 def backward(
     operands: Operands, out, lse, dout, dlse, spec: Spec, config: Config | None, bias_gradient: bool
 ):
-    """Gradients of query, key, value, bias and sinks (None where absent), the latter two unrounded."""
+    """Gradients of query, key, value, bias and sinks (or None), the latter two unrounded."""
     b, t, n, h = operands.query.shape
     s, kv_heads, hv = operands.value.shape[1:]
     heads = tiles.heads_first(operands)
     accumulator = arguments.accumulator_dtype(heads.query.dtype)
     delta = tiles.row_sums(heads.query.dtype, out, dout, lse, dlse)
     dsinks = tiles.sink_gradient(operands, lse, delta)
-    dbias = jnp.zeros(operands.bias.shape, accumulator) if bias_gradient else None
+    dbias = None
+    if bias_gradient and operands.bias is not None:
+        dbias = jnp.zeros(operands.bias.shape, accumulator)
     if 0 in (b, t, n, s):
         dq, dk, dv = (jnp.zeros_like(x) for x in (operands.query, operands.key, operands.value))
         return dq, dk, dv, dbias, dsinks
@@ -171,7 +174,8 @@ def backward(
             i = index(step)
             row = q_blocks.start(i)
             query, dout_rows, lse_rows, delta_rows = (
-                jax.lax.dynamic_slice_in_dim(x, row, rows, 3) for x in (heads.query, dout, lse, delta)
+                jax.lax.dynamic_slice_in_dim(x, row, rows, 3)
+                for x in (heads.query, dout, lse, delta)
             )
             tile = tiles.Tile(row, rows, column, columns)
             fresh = _fresh(q_blocks.fresh(i), kv_blocks.fresh(j))
@@ -221,10 +225,17 @@ def _store_fresh(results: jax.Array, block: jax.Array, start, fresh: jax.Array |
 
 def _add_tile(dbias: jax.Array, ds: jax.Array, tile: tiles.Tile) -> jax.Array:
     """Adds a tile's part of the gradient of bias, summed over what bias broadcasts."""
-    starts = (0, 0, 0 if dbias.shape[2] == 1 else tile.row, 0 if dbias.shape[3] == 1 else tile.column)
+    starts = (
+        0,
+        0,
+        0 if dbias.shape[2] == 1 else tile.row,
+        0 if dbias.shape[3] == 1 else tile.column,
+    )
     starts = tuple(jnp.int32(i) for i in starts)
     # A dimension of 1 in bias is summed; one of 1 in both needs no sum.
-    target = tuple(1 if own == 1 else size for own, size in zip(dbias.shape, _flat(ds), strict=True))
+    target = tuple(
+        1 if own == 1 else size for own, size in zip(dbias.shape, _flat(ds), strict=True)
+    )
     part = tiles.reduce_to(ds, target)
     old = jax.lax.dynamic_slice(dbias, starts, part.shape)
     return jax.lax.dynamic_update_slice(dbias, old + part, starts)

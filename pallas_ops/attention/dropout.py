@@ -1,10 +1,11 @@
-"""The dropout mask: one counter-based hash of seed, row and column that every implementation uses."""
+"""The dropout mask: a hash of seed, row and column that every implementation uses."""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Multipliers and shifts of the integer hash "lowbias32", C. Wellons, "Prospecting for hash functions", 2018.
+# Multipliers and shifts of the integer hash "lowbias32", C. Wellons, "Prospecting for hash
+# functions", 2018.
 _MULTIPLIERS = (np.uint32(0x7FEB352D), np.uint32(0x846CA68B))
 _SHIFTS = (np.uint32(16), np.uint32(15))
 _COLUMN_SALT = np.uint32(0x9E3779B9)
@@ -21,9 +22,10 @@ def column_hash(column: jax.Array) -> jax.Array:
 
 
 def keep(rows: jax.Array, columns: jax.Array, rate: float) -> jax.Array:
-    """True where the weight of a row and a column, given by their hashes, is kept. Eight operations each.
+    """True where the weight of a row and a column, given by their hashes, is kept.
 
-    The last shift of the hash is left out: only the high bits decide the comparison.
+    Eight operations an element. The last shift of the hash is left out: only the high bits decide
+    the comparison.
     """
     x = rows ^ columns
     for multiplier, shift in zip(_MULTIPLIERS, _SHIFTS, strict=True):

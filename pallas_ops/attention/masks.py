@@ -11,7 +11,7 @@ from pallas_ops.attention.validate import Operands, Spec
 
 
 def grouped_heads(x: jax.Array, kv_heads: int) -> jax.Array:
-    """[b, n, t, s] with n = 1 or N -> [b, 1|K, 1|N/K, t, s]: query head n belongs to kv head n // (N/K)."""
+    """[b, 1|N, t, s] -> [b, 1|K, 1|N/K, t, s]: query head n belongs to kv head n // (N/K)."""
     b, n, t, s = x.shape
     return x.reshape(b, 1, 1, t, s) if n == 1 else x.reshape(b, kv_heads, n // kv_heads, t, s)
 
@@ -21,8 +21,10 @@ def slice_tile(x: jax.Array, axis: int, start, size: int) -> jax.Array:
     return x if x.shape[axis] == 1 else jax.lax.dynamic_slice_in_dim(x, start, size, axis)
 
 
-def visible(operands: Operands, spec: Spec, row, rows: int, column, columns: int) -> jax.Array | None:
-    """bool [1|B, 1|K, 1|N/K, rows, columns] of a tile that starts at (row, column); None if all is visible."""
+def visible(
+    operands: Operands, spec: Spec, row, rows: int, column, columns: int
+) -> jax.Array | None:
+    """bool [1|B, 1|K, 1|N/K, rows, columns] of the tile at (row, column); None: all is visible."""
     kv_heads = operands.key.shape[2]
     t = jnp.int32(row) + jnp.arange(rows, dtype=jnp.int32)[:, None]  # [rows, 1]
     s = jnp.int32(column) + jnp.arange(columns, dtype=jnp.int32)[None, :]  # [1, columns]
@@ -37,7 +39,7 @@ def visible(operands: Operands, spec: Spec, row, rows: int, column, columns: int
         parts.append(t[None] < operands.query_lengths[:, None, None])
     if operands.kv_lengths is not None:
         parts.append(s[None] < operands.kv_lengths[:, None, None])
-    if operands.q_segments is not None:
+    if operands.q_segments is not None and operands.kv_segments is not None:
         q_segments = slice_tile(operands.q_segments, 1, row, rows)
         kv_segments = slice_tile(operands.kv_segments, 1, column, columns)
         parts.append(q_segments[:, :, None] == kv_segments[:, None, :])
@@ -60,18 +62,21 @@ def _offsets(operands: Operands) -> jax.Array:
 
 
 def visible_blocks(operands: Operands, spec: Spec, start, size: int, others: int, *, of_rows: bool):
-    """Which blocks of the other side does a block of rows (or, with of_rows False, of columns) meet?
+    """Which blocks of the other side does a block of rows (of columns: of_rows=False) meet?
 
-    The block is [start, start + size); those of the other side lie at multiples of `others`. The answer,
-    bool [number of other blocks], is never False where `visible` has a True; it follows from the blocks'
-    first and last positions and segment ids and, if a mask was passed, from its tiles. None: all.
+    The block is [start, start + size); those of the other side lie at multiples of `others`. The
+    answer, bool [number of other blocks], is never False where `visible` has a True; it follows
+    from the blocks' first and last positions and segment ids and, if a mask was passed, from its
+    tiles. None: all.
     """
     t, s = operands.query.shape[1], operands.key.shape[1]
     other_length = s if of_rows else t
     first, last = start, start + jnp.int32(size - 1)
     count = -(-other_length // others)
     other_first = jnp.arange(count, dtype=jnp.int32) * jnp.int32(others)
-    other_last = jnp.minimum(other_first + jnp.int32(others), jnp.int32(other_length)) - jnp.int32(1)
+    other_last = jnp.minimum(other_first + jnp.int32(others), jnp.int32(other_length)) - jnp.int32(
+        1
+    )
     rows, columns = ((first, last), (other_first, other_last))[:: 1 if of_rows else -1]
     (t_first, t_last), (s_first, s_last) = (tuple(map(_row, pair)) for pair in (rows, columns))
 
@@ -85,7 +90,7 @@ def visible_blocks(operands: Operands, spec: Spec, start, size: int, others: int
         parts.append(t_first < operands.query_lengths[:, None])
     if operands.kv_lengths is not None:
         parts.append(s_first < operands.kv_lengths[:, None])
-    if operands.q_segments is not None:
+    if operands.q_segments is not None and operands.kv_segments is not None:
         mine, theirs = (operands.q_segments, operands.kv_segments)[:: 1 if of_rows else -1]
         mine = jax.lax.dynamic_slice_in_dim(mine, start, size, 1)
         low, high = _extrema(mine, size)  # [B, 1]

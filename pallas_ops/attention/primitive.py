@@ -1,8 +1,9 @@
 """The primitives flash_attention_fwd and flash_attention_bwd: types, batching, sharding, lowering.
 
-Operands are the arrays that are present of `Operands`, in its order, named by the parameter `fields`; the
-backward's are followed by out, lse, dout and dlse. Its results are the gradients of query, key, value and,
-where they are operands, of bias and sinks; the latter two are float32, to be cast by the caller.
+Operands are the arrays that are present of `Operands`, in its order, named by the parameter
+`fields`; the backward's are followed by out, lse, dout and dlse. Its results are the gradients of
+query, key, value and, where they are operands, of bias and sinks; the latter two are float32, to be
+cast by the caller.
 """
 
 import functools
@@ -45,7 +46,9 @@ _BROADCAST = ("bias", "mask", "sinks")
 def gradients_of(fields: tuple[str, ...], bias_gradient: bool) -> tuple[str, ...]:
     """The operands whose gradients flash_attention_bwd returns, in order."""
     absent = () if bias_gradient else ("bias",)
-    return tuple(f for f in ("query", "key", "value", "bias", "sinks") if f in fields and f not in absent)
+    return tuple(
+        f for f in ("query", "key", "value", "bias", "sinks") if f in fields and f not in absent
+    )
 
 
 def _forward_by(forward, *arrays, fields: tuple[str, ...], spec: Spec, config):
@@ -53,10 +56,14 @@ def _forward_by(forward, *arrays, fields: tuple[str, ...], spec: Spec, config):
     return forward(operands, spec, config)
 
 
-def _backward_by(backward, *arrays, fields: tuple[str, ...], spec: Spec, bias_gradient: bool, config):
+def _backward_by(
+    backward, *arrays, fields: tuple[str, ...], spec: Spec, bias_gradient: bool, config
+):
     operands = Operands(**dict(zip(fields, arrays, strict=False)))
     out, lse, dout, dlse = arrays[len(fields) :]
-    dq, dk, dv, dbias, dsinks = backward(operands, out, lse, dout, dlse, spec, config, bias_gradient)
+    dq, dk, dv, dbias, dsinks = backward(
+        operands, out, lse, dout, dlse, spec, config, bias_gradient
+    )
     return [x for x in (dq, dk, dv, dbias, dsinks) if x is not None]
 
 
@@ -72,7 +79,8 @@ def _batch(operation: dispatch.Operation, arrays, dims, *, fields, **params):
         x = x[None] if d is None else jnp.moveaxis(x, d, 0)  # [1|V, 1|B, ...]
         if name in _BROADCAST and x.shape[1] == 1 != b and name in gradients:
             shared.add(name)
-        # What is broadcast over the whole batch stays so, unless each of V has its own values or gradient.
+        # What is broadcast over the whole batch stays so, unless each of V has its own values or
+        # gradient.
         if not (name in _BROADCAST and x.shape[:2] == (1, 1) and name not in gradients):
             x = jnp.broadcast_to(x, (size, b, *x.shape[2:]))
             x = x.reshape(size * b, *x.shape[2:])
@@ -94,8 +102,9 @@ def _partition(names, shapes, results, *, backward: bool) -> dispatch.Partition:
         if name not in _BROADCAST:
             sizes.update(zip(_DIMENSIONS[name], shape, strict=True))
     n, k = sizes["n"], sizes["k"]
-    # Shardy's factors. A broadcast dimension of 1 has one of its own. Query heads are kv heads where there are
-    # as many; a compound factor otherwise would let Shardy split a mesh axis, which NamedSharding can't say.
+    # Shardy's factors. A broadcast dimension of 1 has one of its own. Query heads are kv heads
+    # where there are as many; a compound factor otherwise would let Shardy split a mesh axis, which
+    # NamedSharding can't say.
     extra = iter(range(1000))
 
     def factors(name, shape) -> str:
@@ -153,7 +162,9 @@ class Layout:
     def spec(self, name: str, shape: tuple[int, ...]) -> P:
         entries = []
         for letter, size in zip(_DIMENSIONS[name], shape, strict=True):
-            axes = {"b": self.batch, "n": self.heads, "k": () if self.whole_kv else self.heads}.get(letter, ())
+            axes = {"b": self.batch, "n": self.heads, "k": () if self.whole_kv else self.heads}.get(
+                letter, ()
+            )
             # A broadcast dimension is whole; so is one of size 1 that nothing can cut.
             entries.append(axes if axes and not (size == 1 and name in _BROADCAST) else None)
         return P(*entries)
@@ -162,16 +173,20 @@ class Layout:
         if not self.whole_kv:
             return arrays
         index = self._kv_heads()
-        return {m: jnp.take(x, index, axis=2) if m in ("key", "value") else x for m, x in arrays.items()}
+        return {
+            m: jnp.take(x, index, axis=2) if m in ("key", "value") else x for m, x in arrays.items()
+        }
 
     def sum_gradients(self, gradients: dict[str, jax.Array], shape_of) -> dict[str, jax.Array]:
-        """Sums over the shards what they share: kv heads, and the broadcast dimensions of bias and sinks."""
+        """Sums over the shards what they share: kv heads, and what bias and sinks broadcast."""
         out = {}
         for name, x in gradients.items():
             axes = ()
             if name in ("key", "value") and self.whole_kv:
                 dtype = x.dtype
-                whole = jnp.zeros((*x.shape[:2], self.k, x.shape[3]), jnp.promote_types(dtype, jnp.float32))
+                whole = jnp.zeros(
+                    (*x.shape[:2], self.k, x.shape[3]), jnp.promote_types(dtype, jnp.float32)
+                )
                 x = whole.at[:, :, self._kv_heads()].add(x.astype(whole.dtype))
                 x = jax.lax.psum(x, self.heads).astype(dtype)
             if name in _BROADCAST:
@@ -183,7 +198,7 @@ class Layout:
         return out
 
     def _kv_heads(self) -> jax.Array:
-        """The kv heads that this shard's query heads belong to: one each, or one for all if they share it."""
+        """The kv heads of this shard's query heads: one each, or the one that all share."""
         local, group = self.n // self.shards, self.n // self.k
         first = jax.lax.axis_index(self.heads) * jnp.int32(local)
         if group % local == 0:
@@ -194,8 +209,8 @@ class Layout:
 def _no_derivative(operation: dispatch.Operation, primals, tangents, **params):
     del primals, tangents, params
     raise NotImplementedError(
-        f"flash_attention: {operation.name} has no derivative: second-order gradients are not implemented;"
-        " use jax.nn.dot_product_attention where they are needed"
+        f"flash_attention: {operation.name} has no derivative: second-order gradients are not"
+        " implemented; use jax.nn.dot_product_attention where they are needed"
     )
 
 
@@ -235,12 +250,16 @@ for _name, _module, _config, _automatic in (
     flash_attention_fwd.register(
         _name,
         dispatch.Implementation(
-            functools.partial(_forward_by, _module.forward), config_type=_config, automatic=_automatic
+            functools.partial(_forward_by, _module.forward),
+            config_type=_config,
+            automatic=_automatic,
         ),
     )
     flash_attention_bwd.register(
         _name,
         dispatch.Implementation(
-            functools.partial(_backward_by, _module.backward), config_type=_config, automatic=_automatic
+            functools.partial(_backward_by, _module.backward),
+            config_type=_config,
+            automatic=_automatic,
         ),
     )

@@ -3,8 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from pallas_ops import arguments
-from pallas_ops.attention import masks, tiles
+from pallas_ops.attention import tiles
 from pallas_ops.attention.validate import Operands, Spec
 
 
@@ -21,21 +20,23 @@ def forward(operands: Operands, spec: Spec, config: None) -> tuple[jax.Array, ja
     z, _, _ = tiles.logits(operands, spec, heads.query, heads.key, tile)
     _, kv_heads, group, *_ = z.shape
     top = jnp.max(z, axis=-1, initial=-jnp.inf)  # [B, K, G, T]
-    if operands.sinks is not None:
-        sinks = operands.sinks.reshape(-1, kv_heads, group, 1)
+    sinks = None if operands.sinks is None else operands.sinks.reshape(-1, kv_heads, group, 1)
+    if sinks is not None:
         top = jnp.maximum(top, sinks)
     safe = jnp.where(top == -jnp.inf, 0, top)
     weights = jnp.exp(z - safe[..., None])
     total = jnp.sum(weights, axis=-1)
-    if operands.sinks is not None:
+    if sinks is not None:
         total = total + jnp.exp(sinks - safe)
     dropped = tiles.dropped(operands, spec, weights, tile)
     out = tiles.guarded_product("bkgts,bksd->bkgtd", heads.value, spec)(dropped, heads.value)
     return tiles.normalized(operands, out, safe, total)
 
 
-def backward(operands: Operands, out, lse, dout, dlse, spec: Spec, config: None, bias_gradient: bool):
-    """Gradients of query, key, value, bias and sinks (None where absent), the latter two unrounded."""
+def backward(
+    operands: Operands, out, lse, dout, dlse, spec: Spec, config: None, bias_gradient: bool
+):
+    """Gradients of query, key, value, bias and sinks (or None), the latter two unrounded."""
     del config
     heads = tiles.heads_first(operands)
     kv_heads = operands.key.shape[2]
@@ -51,7 +52,9 @@ def backward(operands: Operands, out, lse, dout, dlse, spec: Spec, config: None,
     ds = tiles.score_gradient(
         operands, spec, weights, seen, slope, dout, tiles.finite(heads.value), delta, tile
     )
-    dbias = tiles.reduce_to(ds, operands.bias.shape) if bias_gradient else None
+    dbias = None
+    if bias_gradient and operands.bias is not None:
+        dbias = tiles.reduce_to(ds, operands.bias.shape)
     dq = spec.scale * tiles.product("bkgts,bksh->bkgth", ds, tiles.finite(heads.key), spec)
     dk = spec.scale * tiles.product("bkgts,bkgth->bksh", ds, tiles.finite(heads.query), spec)
     return (

@@ -1,6 +1,7 @@
 """The arithmetic of one tile of scores, forward and backward, shared by the XLA implementations.
 
-Heads-first layouts: queries [B, K, G, T, H] with G = N / K query heads for each kv head, keys [B, K, S, H].
+Heads-first layouts: queries [B, K, G, T, H] with G = N / K query heads for each kv head, keys [B,
+K, S, H].
 """
 
 from collections.abc import Callable
@@ -27,7 +28,9 @@ def heads_first(operands: Operands) -> Heads:
     dtype = arguments.common_dtype(operands.query, operands.key, operands.value)
     kv_heads = operands.key.shape[2]
     query, key, value = (x.astype(dtype) for x in (operands.query, operands.key, operands.value))
-    return Heads(split_heads(query, kv_heads), key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3))
+    return Heads(
+        split_heads(query, kv_heads), key.transpose(0, 2, 1, 3), value.transpose(0, 2, 1, 3)
+    )
 
 
 def split_heads(x: jax.Array, kv_heads: int) -> jax.Array:
@@ -56,13 +59,16 @@ class Tile(NamedTuple):
     columns: int
 
 
-def logits(operands: Operands, spec: Spec, query, key, tile: Tile, fresh=None):
-    """Masked logits [B, K, G, rows, columns], which of them are visible, and the soft cap's derivative.
+def logits(
+    operands: Operands, spec: Spec, query, key, tile: Tile, fresh=None
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Masked logits [B, K, G, rows, columns], which are visible, and the soft cap's derivative.
 
     `fresh`, if given, is ANDed to the masks. Masked logits are -inf; visible is None where all are.
     """
     accumulator = arguments.accumulator_dtype(query.dtype)
-    z = product("bkgth,bksh->bkgts", query, key, spec) * np.asarray(spec.scale, accumulator)
+    z = product("bkgth,bksh->bkgts", query, key, spec)
+    z = jnp.multiply(z, np.asarray(spec.scale, accumulator))
     if operands.bias is not None:
         bias = masks.slice_tile(operands.bias, 2, tile.row, tile.rows)
         bias = masks.slice_tile(bias, 3, tile.column, tile.columns)
@@ -71,7 +77,7 @@ def logits(operands: Operands, spec: Spec, query, key, tile: Tile, fresh=None):
     if spec.soft_cap is not None:
         cap = np.asarray(spec.soft_cap, accumulator)
         tanh = jnp.tanh(z / cap)
-        z, slope = cap * tanh, 1 - tanh * tanh
+        z, slope = jnp.multiply(tanh, cap), 1 - tanh * tanh
     seen = masks.visible(operands, spec, tile.row, tile.rows, tile.column, tile.columns)
     if fresh is not None:
         seen = fresh if seen is None else seen & fresh
@@ -89,7 +95,9 @@ def dropped(operands: Operands, spec: Spec, weights: jax.Array, tile: Tile) -> j
     s = tile.column + jnp.arange(columns, dtype=jnp.int32)
     seeds = operands.seeds.reshape(b, k, g, 1, 1)
     row_hashes = dropout.row_hash(seeds, t.reshape(1, 1, 1, rows, 1))  # [B, K, G, rows, 1]
-    kept = dropout.keep(row_hashes, dropout.column_hash(s).reshape(1, 1, 1, 1, columns), spec.dropout_rate)
+    kept = dropout.keep(
+        row_hashes, dropout.column_hash(s).reshape(1, 1, 1, 1, columns), spec.dropout_rate
+    )
     return jnp.where(kept, weights * np.asarray(1 / (1 - spec.dropout_rate), weights.dtype), 0)
 
 
@@ -105,11 +113,14 @@ def finite(x: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(x), x, 0)
 
 
-def guarded_product(equation: str, x: jax.Array, spec: Spec) -> Callable[[jax.Array, jax.Array], jax.Array]:
-    """The product of weights, 0 where masked, with rows of x, of which NaN and Inf reach only what weighs them.
+def guarded_product(
+    equation: str, x: jax.Array, spec: Spec
+) -> Callable[[jax.Array, jax.Array], jax.Array]:
+    """The product of weights, 0 where masked, with rows of x, whose NaN reach what weighs them.
 
-    A zero weight times NaN would be NaN, so what is not finite is taken out of the product, and a result
-    that gives it weight is set to NaN afterwards; that costs a second product only if there is any.
+    A zero weight times NaN would be NaN, so what is not finite is taken out of the product, and a
+    result that gives it weight is set to NaN afterwards; that costs a second product only if there
+    is any.
     """
     tainted = jnp.logical_not(jnp.all(jnp.isfinite(x)))
 
@@ -118,7 +129,9 @@ def guarded_product(equation: str, x: jax.Array, spec: Spec) -> Callable[[jax.Ar
 
         def taint(result):
             weighed = (weights != 0).astype(rows.dtype)
-            reached = product(equation, weighed, jnp.logical_not(jnp.isfinite(rows)).astype(rows.dtype), spec)
+            reached = product(
+                equation, weighed, jnp.logical_not(jnp.isfinite(rows)).astype(rows.dtype), spec
+            )
             return jnp.where(reached > 0, jnp.nan, result)
 
         return jax.lax.cond(tainted, taint, lambda result: result, result)
@@ -126,10 +139,13 @@ def guarded_product(equation: str, x: jax.Array, spec: Spec) -> Callable[[jax.Ar
     return multiply
 
 
-def row_sums(operands_dtype, out: jax.Array, dout: jax.Array, lse: jax.Array, dlse: jax.Array) -> jax.Array:
+def row_sums(
+    operands_dtype, out: jax.Array, dout: jax.Array, lse: jax.Array, dlse: jax.Array
+) -> jax.Array:
     """delta - dlse of every row: rowsum(dO * O) less the gradient of lse; [B, T, N].
 
-    The output of a row that attends to nothing is 0 and takes no part, whatever its cotangents hold.
+    The output of a row that attends to nothing is 0 and takes no part, whatever its cotangents
+    hold.
     """
     accumulator = arguments.accumulator_dtype(operands_dtype)
     terms = jnp.where(out != 0, dout.astype(accumulator) * out.astype(accumulator), 0)
@@ -151,15 +167,19 @@ def normalized(operands: Operands, total_value, top, total) -> tuple[jax.Array, 
 
 
 def reduce_to(ds: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Sums [B, K, G, rows, columns] over the dimensions that bias broadcasts; shape [1|B, 1|N, 1|T, 1|S]."""
+    """Sums [B, K, G, rows, columns] over what bias, of shape [1|B, 1|N, 1|T, 1|S], broadcasts."""
     b, k, g, rows, columns = ds.shape
     ds = ds.reshape(b, k * g, rows, columns)
-    axes = tuple(i for i, (own, whole) in enumerate(zip(shape, ds.shape, strict=True)) if own == 1 != whole)
+    axes = tuple(
+        i for i, (own, whole) in enumerate(zip(shape, ds.shape, strict=True)) if own == 1 != whole
+    )
     return jnp.sum(ds, axis=axes, keepdims=True)
 
 
-def score_gradient(operands: Operands, spec: Spec, weights, seen, slope, dout, value, delta, tile: Tile):
-    """Gradient of the logits before soft cap, and of what bias adds to: [B, K, G, rows, columns]."""
+def score_gradient(
+    operands: Operands, spec: Spec, weights, seen, slope, dout, value, delta, tile: Tile
+):
+    """Gradient of the logits before the soft cap, which is bias's: [B, K, G, rows, columns]."""
     dweights = product("bkgtd,bksd->bkgts", dout, value, spec)
     ds = weights * (dropped(operands, spec, dweights, tile) - delta)
     if slope is not None:
@@ -175,4 +195,6 @@ def sink_gradient(operands: Operands, lse: jax.Array, delta: jax.Array) -> jax.A
     weights = jnp.where(sinks == -jnp.inf, 0, jnp.exp(sinks - lse))
     terms = jnp.where(weights == 0, 0, -weights * delta)  # [B, T, N]
     over_batch = operands.sinks.shape[0] == 1
-    return jnp.sum(terms, axis=(0, 1) if over_batch else 1, keepdims=over_batch).reshape(operands.sinks.shape)
+    return jnp.sum(terms, axis=(0, 1) if over_batch else 1, keepdims=over_batch).reshape(
+        operands.sinks.shape
+    )

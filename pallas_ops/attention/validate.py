@@ -42,8 +42,8 @@ class Operands(NamedTuple):
 class Spec:
     """What of a call is known when it is compiled.
 
-    Query t attends to key s when `t + q_offset - left <= s <= t + q_offset + right`; None leaves a side open.
-    Causal attention is `right = 0`.
+    Query t attends to key s when `t + q_offset - left <= s <= t + q_offset + right`; None leaves a
+    side open. Causal attention is `right = 0`.
     """
 
     scale: float
@@ -80,7 +80,7 @@ def canonicalize(
     deterministic,
     checkpoint_name,
 ) -> tuple[Operands, Spec]:
-    """Checks every argument of `flash_attention`; raises ValueError or TypeError by the argument's name."""
+    """Checks every argument of `flash_attention`; ValueError and TypeError name the argument."""
     query, key, value = (
         arguments.floating(n, x) for n, x in (("query", query), ("key", key), ("value", value))
     )
@@ -108,18 +108,24 @@ def canonicalize(
         query=_flatten(query, batch),
         key=_flatten(key, batch),
         value=_flatten(value, batch),
-        bias=None if bias is None else _broadcastable("bias", arguments.floating("bias", bias), full),
+        bias=None
+        if bias is None
+        else _broadcastable("bias", arguments.floating("bias", bias), full),
         mask=None if mask is None else _broadcastable("mask", _boolean("mask", mask), full),
         q_offset=_offset(q_offset, batch),
         query_lengths=_lengths("query_seq_lengths", query_seq_lengths, batch, t),
         kv_lengths=_lengths("key_value_seq_lengths", key_value_seq_lengths, batch, s),
         q_segments=_integers("q_segment_ids", q_segment_ids, (*batch, t), batch),
         kv_segments=_integers("kv_segment_ids", kv_segment_ids, (*batch, s), batch),
-        sinks=_sinks(sinks, n, arguments.accumulator_dtype(arguments.common_dtype(query, key, value))),
+        sinks=_sinks(
+            sinks, n, arguments.accumulator_dtype(arguments.common_dtype(query, key, value))
+        ),
         seeds=_seeds(dropout_key, batch, n, broadcast_dropout) if rate > 0.0 else None,
     )
     spec = Spec(
-        scale=(1.0 / math.sqrt(h) if h else 1.0) if scale is None else arguments.number("scale", scale),
+        scale=(1.0 / math.sqrt(h) if h else 1.0)
+        if scale is None
+        else arguments.number("scale", scale),
         left=left,
         right=right,
         soft_cap=_soft_cap(logits_soft_cap),
@@ -146,11 +152,13 @@ def _check_shapes(query, key, value) -> tuple[int, ...]:
     *batch, _, n, h = query.shape
     if key.ndim != query.ndim or key.shape[:-3] != tuple(batch) or key.shape[-1] != h:
         raise ValueError(
-            f"key must have shape [*B, S, K, H] with query's *B={tuple(batch)} and H={h}, got {key.shape}"
+            f"key must have shape [*B, S, K, H] with query's *B={tuple(batch)} and H={h}, got"
+            f" {key.shape}"
         )
     if value.ndim != query.ndim or value.shape[:-1] != key.shape[:-1]:
         raise ValueError(
-            f"value must have shape [*B, S, K, Hv] with key's [*B, S, K]={key.shape[:-1]}, got {value.shape}"
+            f"value must have shape [*B, S, K, Hv] with key's [*B, S, K]={key.shape[:-1]}, got"
+            f" {value.shape}"
         )
     k = key.shape[-2]
     if (n % k if k else n) != 0:
@@ -163,7 +171,9 @@ def _window(window) -> tuple[int | None, int | None]:
         return None, None
     if isinstance(window, (tuple, list)):
         if len(window) != 2:
-            raise ValueError(f"local_window_size must be an int or a pair (left, right), got {window!r}")
+            raise ValueError(
+                f"local_window_size must be an int or a pair (left, right), got {window!r}"
+            )
         pair = tuple(window)
     else:
         pair = (window, window)
@@ -248,7 +258,7 @@ def _sinks(sinks, n: int, dtype) -> jax.Array | None:
 
 
 def _seeds(key, batch: tuple[int, ...], n: int, broadcast: bool) -> jax.Array:
-    """uint32[B, N] drawn over the global batch and heads, so that no tiling or sharding changes a mask."""
+    """uint32[B, N], drawn over the global batch and heads: no sharding changes a mask."""
     if broadcast:
         return jnp.broadcast_to(jax.random.bits(key, (1, 1), jnp.uint32), (math.prod(batch), n))
     return jnp.reshape(jax.random.bits(key, (*batch, n), jnp.uint32), (math.prod(batch), n))

@@ -8,7 +8,7 @@ ACTIVATIONS = ("relu", "gelu", "silu", *GATED)
 
 
 def activate(x: jax.Array, activation: str | None) -> jax.Array:
-    """The activation of a pre-activation `[rows, N]`: `[rows, N]`, or `[rows, N/2]` if gated. All map 0 to 0."""
+    """The activation of `[rows, N]`: `[rows, N]`, or `[rows, N/2]` if gated. All map 0 to 0."""
     match activation:
         case "relu":
             return jax.nn.relu(x)

@@ -1,7 +1,8 @@
 """The grouped products on shards: one local form, for automatic and for explicit sharding.
 
-Rows, columns and groups may be sharded. A shard clips `bounds` to its rows and has those of its groups; what
-it computes is then its part of the whole product, and only a sharded sum needs a collective.
+Rows, columns and groups may be sharded. A shard clips `bounds` to its rows and has those of its
+groups; what it computes is then its part of the whole product, and only a sharded sum needs a
+collective.
 """
 
 import functools
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from pallas_ops import arguments, dispatch
@@ -53,7 +55,7 @@ def explicit(op: Operation, operands: Sequence[jax.Array], *, spec, **params) ->
     """Runs the operation where operands have explicit shardings, in a shard_map over their axes."""
     axes = frozenset().union(*map(dispatch.explicit_axes, operands))
     shardings = [jax.typeof(x).sharding for x in operands]
-    mesh = next(s.mesh for s in shardings if not s.mesh.empty)
+    mesh = next(s.mesh for s, x in zip(shardings, operands) if dispatch.explicit_axes(x))
     specs = [P(*s.spec, *(None,) * (x.ndim - len(s.spec))) for s, x in zip(shardings, operands)]
 
     def run(*operands, spec=spec):
@@ -61,13 +63,30 @@ def explicit(op: Operation, operands: Sequence[jax.Array], *, spec, **params) ->
 
     plan = _PARTITIONS[type(spec)](*operands, spec=spec).plan
     local, operand_specs, result_specs = plan(mesh, specs, run)
+    # By default all axes but those that a vmap around has taken.
+    names = {} if axes == set(mesh.axis_names) else {"axis_names": axes}
     return jax.shard_map(
-        local,
+        local, mesh=mesh, in_specs=tuple(operand_specs), out_specs=tuple(result_specs), **names
+    )(*(jax.sharding.reshard(x, NamedSharding(mesh, s)) for x, s in zip(operands, operand_specs)))
+
+
+def explicit_batch(op: Operation, args, dims, **params) -> list[jax.Array] | None:
+    """A batch that lies on axes of an explicit mesh, in a shard_map over them; None if it doesn't."""
+    entries = [jax.typeof(x).sharding.spec[d] for x, d in zip(args, dims) if d is not None]
+    entry = next((e for e in entries if e is not None), None)
+    axes = frozenset(dispatch.axes_of(entry))
+    if not axes:
+        return None
+    mesh = next(m for x in args if axes <= set((m := jax.typeof(x).sharding.mesh).axis_names))
+    specs = [P(*(entry if i == d else None for i in range(x.ndim))) for x, d in zip(args, dims)]
+    one = functools.partial(op.primitive.bind, **params)
+    return jax.shard_map(
+        lambda *xs: jax.vmap(one, in_axes=tuple(dims))(*dispatch.varying(*xs)),
         mesh=mesh,
-        in_specs=tuple(operand_specs),
-        out_specs=tuple(result_specs),
+        in_specs=tuple(specs),
+        out_specs=P(entry),
         axis_names=axes,
-    )(*map(jax.sharding.reshard, operands, operand_specs))
+    )(*(jax.sharding.reshard(x, NamedSharding(mesh, s)) for x, s in zip(args, specs)))
 
 
 def _ragged_dot_plan(lhs_shape, rhs_shape, spec: RaggedDotSpec, mesh, specs, run) -> Plan:
@@ -95,7 +114,9 @@ def _ragged_dot_plan(lhs_shape, rhs_shape, spec: RaggedDotSpec, mesh, specs, run
     )
 
 
-def _contracting_plan(lhs_shape, rhs_shape, groups, spec: ContractingSpec, mesh, specs, run) -> Plan:
+def _contracting_plan(
+    lhs_shape, rhs_shape, groups, spec: ContractingSpec, mesh, specs, run
+) -> Plan:
     lhs, rhs, _, *results = specs  # the last: of accumulate, and of the result where it is known
     m, k, n, g = _free_axes(
         mesh,
@@ -131,7 +152,7 @@ _PARTITIONS = {RaggedDotSpec: ragged_dot, ContractingSpec: ragged_dot_contractin
 
 
 def _free_axes(mesh, *wanted) -> list[Axes | None]:
-    """For each (spec entry, size) the mesh axes that cut it evenly and that none before it has taken."""
+    """For each (spec entry, size) the mesh axes that cut it evenly and are not taken yet."""
     taken: set[str] = set()
     result = []
     for entry, size in wanted:

@@ -1,6 +1,7 @@
 """The primitives `ragged_dot` and `ragged_dot_contracting`: types, derivatives, batching.
 
-Each derivative is made of the two primitives again, so that any order and mode of differentiation works.
+Each derivative is made of the two primitives again, so that any order and mode of differentiation
+works.
 """
 
 import dataclasses
@@ -72,7 +73,7 @@ def _ragged_dot_jvp(primals, tangents, *, spec: RaggedDotSpec, implementation, c
         if not isinstance(b, ad.Zero)
     ]
     if not terms:
-        return results, [ad.Zero.from_primal_value(x) for x in results]
+        return results, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
     tangent = functools.reduce(jnp.add, terms)
     out_tangent = tangent
     if spec.activation is not None:
@@ -82,7 +83,7 @@ def _ragged_dot_jvp(primals, tangents, *, spec: RaggedDotSpec, implementation, c
 
 
 def _activation_tangent(x, dx, activation: str):
-    """The activation's derivative at `x` times `dx`. Rows of no group are zero in both, so zero here too."""
+    """The activation's derivative at `x` times `dx`; rows of no group, 0 in both, stay 0."""
 
     # The checkpoint makes the pre-activation the only residual, in its own dtype.
     @functools.partial(jax.checkpoint, prevent_cse=False)
@@ -96,8 +97,8 @@ def _activation_tangent(x, dx, activation: str):
 
 def _bias_rows(bias, bounds, rows: int, dtype, implementation):
     """bias[g] in each row of group g, zero in the rows of no group: [rows, N]."""
-    # As a product with a column of ones, so that its transpose sums in float32. It is no product that a
-    # kernel must serve, whichever was asked for.
+    # As a product with a column of ones, so that its transpose sums in float32. It is no product
+    # that a kernel must serve, whichever was asked for.
     names = tuple(dict.fromkeys((*implementation, "xla")))
     ones = jnp.ones((rows, 1), bias.dtype)
     spec = RaggedDotSpec(dtype, lax.Precision.HIGHEST)
@@ -137,11 +138,13 @@ def _contracting_jvp(primals, tangents, *, spec: ContractingSpec, **params):
     ]
     terms += [x.astype(spec.out_dtype) for x in daccumulate if not isinstance(x, ad.Zero)]
     if not terms:
-        return results, [ad.Zero.from_primal_value(x) for x in results]
+        return results, [ad.Zero(jax.typeof(x).to_tangent_aval()) for x in results]
     return results, [functools.reduce(jnp.add, terms)]
 
 
-def _contracting_transpose(cotangents, lhs, rhs, bounds, *accumulate, spec: ContractingSpec, **params):
+def _contracting_transpose(
+    cotangents, lhs, rhs, bounds, *accumulate, spec: ContractingSpec, **params
+):
     if accumulate:
         raise NotImplementedError("ragged_dot_contracting with accumulate is not linear")
     (ct,) = cotangents
@@ -160,6 +163,9 @@ def _contracting_transpose(cotangents, lhs, rhs, bounds, *accumulate, spec: Cont
 
 def _ragged_dot_batch(args, dims, *, spec: RaggedDotSpec, implementation, config):
     params = dict(implementation=implementation, config=config)
+    results = partition.explicit_batch(ragged_dot_op, args, dims, spec=spec, **params)
+    if results is not None:
+        return results, [0] * len(results)
     size = _batch_size(args, dims)
     if dims[1] is not None:
         args = [_batch_first(x, d, size) for x, d in zip(args, dims)]
@@ -176,6 +182,9 @@ def _ragged_dot_batch(args, dims, *, spec: RaggedDotSpec, implementation, config
 
 
 def _contracting_batch(args, dims, *, spec: ContractingSpec, **params):
+    results = partition.explicit_batch(contracting_op, args, dims, spec=spec, **params)
+    if results is not None:
+        return results, [0]
     size = _batch_size(args, dims)
     args = [_batch_first(x, d, size) for x, d in zip(args, dims)]
     groups = args[2].shape[1]
@@ -192,7 +201,7 @@ def _batch_first(x, dim, size: int):
 
 
 def _merge_groups(args):
-    """Operands [V, M, ..] and [V, G, ..], the third of them bounds, as those of one product of V * G groups."""
+    """Operands of V products, the third of them bounds, as those of one of V * G groups."""
     size, rows = args[0].shape[:2]
     _check_rows(size, rows)
     first = np.arange(size, dtype=np.int32) * np.int32(rows)
@@ -203,11 +212,13 @@ def _merge_groups(args):
 
 def _check_rows(size: int, rows: int) -> None:
     if size * rows > MAX_ROWS:
-        raise ValueError(f"vmap over {size} makes {size * rows} rows of {rows}; at most {MAX_ROWS} can be")
+        raise ValueError(
+            f"vmap over {size} makes {size * rows} rows of {rows}; at most {MAX_ROWS} can be"
+        )
 
 
 def _sorted_by_group(lhs, rhs, bounds, *bias, spec: RaggedDotSpec, **params):
-    """Rows [V, M, K] (or [M, K], the same for all) with own bounds [V, G, 2] but one rhs: [V * M, N] each."""
+    """Rows [V, M, K], or [M, K] for all, with bounds [V, G, 2] but one rhs: [V * M, N] each."""
     size, (m, k), groups = bounds.shape[0], lhs.shape[-2:], rhs.shape[0]
     _check_rows(size, m)
     if m == 0 or groups == 0:
@@ -244,7 +255,7 @@ def _sorted_by_group(lhs, rhs, bounds, *bias, spec: RaggedDotSpec, **params):
 
 
 def _shared_rhs_own_bias(lhs, rhs, bounds, bias, *, spec: RaggedDotSpec, **params):
-    """The same as the primitive, with the epilogue apart, so that a batch of biases needs no copy of rhs."""
+    """The primitive with its epilogue apart, so that a batch of biases needs no copy of rhs."""
     dtype = arguments.accumulator_dtype(arguments.common_dtype(lhs, rhs))
     if np.dtype(spec.out_dtype) == np.float64:
         dtype = spec.out_dtype
@@ -276,4 +287,6 @@ ad.primitive_transposes[ragged_dot_op.primitive] = _ragged_dot_transpose
 ad.primitive_jvps[contracting_op.primitive] = _contracting_jvp
 ad.primitive_transposes[contracting_op.primitive] = _contracting_transpose
 ragged_dot_op.register("xla", Implementation(run=xla.ragged_dot, config_type=xla.Config))
-contracting_op.register("xla", Implementation(run=xla.ragged_dot_contracting, config_type=xla.Config))
+contracting_op.register(
+    "xla", Implementation(run=xla.ragged_dot_contracting, config_type=xla.Config)
+)

@@ -69,8 +69,10 @@ def ragged_dot(
             f"rhs must have shape {layout} with K={lhs.shape[1]}, the columns of lhs {lhs.shape},"
             f" got {rhs.shape}"
         )
-    if isinstance(activation, jax.core.Tracer):
-        raise TypeError("activation must be None or a string known at trace time, got a tracer")
+    if activation is not None and not isinstance(activation, str):
+        raise TypeError(
+            f"activation must be None or a string known at trace time, got {activation!r}"
+        )
     if activation is not None and activation not in epilogue.ACTIVATIONS:
         raise ValueError(
             f"activation must be None or one of {', '.join(map(repr, epilogue.ACTIVATIONS))},"
@@ -78,8 +80,8 @@ def ragged_dot(
         )
     if activation in epilogue.GATED and n % 2:
         raise ValueError(
-            f"activation {activation!r} needs an even number of columns, [gate | up], but rhs {rhs.shape}"
-            f" has N={n}"
+            f"activation {activation!r} needs an even number of columns, [gate | up], but rhs"
+            f" {rhs.shape} has N={n}"
         )
     bounds = _bounds(group_sizes, lhs.shape[0], groups, group_offset, "rhs holds")
     operands = (lhs, rhs, bounds)
@@ -114,14 +116,17 @@ def ragged_dot_contracting(
     lhs, rhs = _matrix("lhs", lhs, "[M, K]"), _matrix("rhs", rhs, "[M, N]")
     if lhs.shape[0] != rhs.shape[0]:
         raise ValueError(
-            f"rhs must have shape [M, N] with M={lhs.shape[0]}, the rows of lhs {lhs.shape}, got {rhs.shape}"
+            f"rhs must have shape [M, N] with M={lhs.shape[0]}, the rows of lhs {lhs.shape},"
+            f" got {rhs.shape}"
         )
     if num_groups is not None:
         num_groups = arguments.integer("num_groups", num_groups)
         if num_groups < 0:
             raise ValueError(f"num_groups must not be negative, got {num_groups}")
     elif group_offset is not None:
-        raise ValueError("num_groups must be given with group_offset: the number of groups of the result")
+        raise ValueError(
+            "num_groups must be given with group_offset: the number of groups of the result"
+        )
     else:
         num_groups = np.shape(group_sizes)[0] if np.ndim(group_sizes) == 1 else 0
     bounds = _bounds(group_sizes, lhs.shape[0], num_groups, group_offset, "num_groups is")
@@ -131,7 +136,9 @@ def ragged_dot_contracting(
         accumulate = arguments.floating("accumulate", accumulate)
         shape = (num_groups, lhs.shape[1], rhs.shape[1])
         if accumulate.shape != shape:
-            raise ValueError(f"accumulate must have shape [G, K, N] = {shape}, got {accumulate.shape}")
+            raise ValueError(
+                f"accumulate must have shape [G, K, N] = {shape}, got {accumulate.shape}"
+            )
         operands = (*operands, accumulate)
     spec = ContractingSpec(
         out_dtype=_out_dtype(
@@ -145,6 +152,8 @@ def ragged_dot_contracting(
 
 def _matrix(name: str, x, layout: str) -> jax.Array:
     x = arguments.floating(name, x)
+    if not all(isinstance(d, int) for d in x.shape):
+        raise NotImplementedError(f"{name} must have a static shape, got the symbolic {x.shape}")
     if x.ndim != 2:
         raise ValueError(f"{name} must have shape {layout}, got {x.shape}")
     if x.shape[0] > MAX_ROWS:
@@ -166,7 +175,7 @@ def _out_dtype(preferred, default) -> jnp.dtype:
 
 
 def _bounds(group_sizes, rows: int, groups: int, group_offset, holder: str) -> jax.Array:
-    """Start and end of each held group's rows: int32[groups, 2], ascending, disjoint, within [0, rows]."""
+    """Each held group's first row and end: int32[groups, 2], ascending, disjoint, in [0, rows]."""
     sizes = arguments.integers("group_sizes", group_sizes)
     if sizes.ndim != 1:
         raise ValueError(f"group_sizes must have shape [G], got {sizes.shape}")
@@ -199,15 +208,15 @@ def _offset(group_offset, groups: int, total: int) -> jax.Array:
 
 
 def _running_total(sizes: jax.Array, cap: int) -> jax.Array:
-    """Cumulative sum of max(sizes, 0) along the last axis, cut at `cap`; the sum itself may pass 2**31."""
+    """Running sum of max(sizes, 0) on the last axis, cut at `cap`; uncut it may pass 2**32."""
     limit = np.uint32(cap)
     clipped = jnp.clip(sizes, 0, cap).astype(jnp.uint32)
     total = lax.associative_scan(lambda a, b: jnp.minimum(a + b, limit), clipped, axis=-1)
     return total.astype(jnp.int32)
 
 
-# An identity that only checkify sees: it carries the check on values, with no cost and no effect elsewhere
-# (checkify.debug_check is an effect, which jax.export refuses).
+# An identity that only checkify sees: it carries the check on values, with no cost and no effect
+# elsewhere (checkify.debug_check is an effect, which jax.export refuses).
 check_group_sizes_p = Primitive("check_group_sizes")
 check_group_sizes_p.def_impl(functools.partial(xla.apply_primitive, check_group_sizes_p))
 check_group_sizes_p.def_abstract_eval(lambda sizes, *, rows: sizes)
@@ -235,7 +244,8 @@ def _check_error(ctx, error, enabled_errors, sizes, *, rows):
         ctx,
         error,
         total > rows,
-        f"group_sizes must sum to at most the number of rows, {rows}, but the sum is at least {{total}}",
+        f"group_sizes must sum to at most the number of rows, {rows}, but the sum is at least"
+        " {total}",
         total=total,
     )
     return error, out

@@ -1,7 +1,7 @@
 """Grouped products in plain JAX: a loop over groups, and in it over tiles of a group's rows.
 
-Nothing is as large as [G, M, K]: beside the results there is one tile of rows, one group's matrix and,
-in the contracting product, one accumulator [K, N].
+Nothing is as large as [G, M, K]: beside the results there is one tile of rows, one group's matrix
+and, in the contracting product, one accumulator [K, N].
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ class Config:
 def ragged_dot(
     lhs, rhs, bounds, *bias, spec: RaggedDotSpec, config: Config | None
 ) -> tuple[jax.Array, ...]:
-    """Rows of group g times rhs[g], and the epilogue; with `save_preactivation` also what it was given."""
+    """Rows of group g times rhs[g], and the epilogue; also its input if `save_preactivation`."""
     m, k = lhs.shape
     groups, n = rhs.shape[0], rhs.shape[1 if spec.transpose_rhs else 2]
     widths = [epilogue.width(n, spec.activation)] + [n] * spec.save_preactivation
@@ -89,9 +89,7 @@ def ragged_dot_contracting(
             )  # [bm, K], [bm, N]
             return acc + _dot(x, y, (0, 0), spec).astype(dtype)
 
-        acc = lax.fori_loop(
-            np.int32(0), _tiles(start, end, block), tile, jnp.zeros((k, n), dtype)
-        )
+        acc = lax.fori_loop(np.int32(0), _tiles(start, end, block), tile, jnp.zeros((k, n), dtype))
         if accumulate:
             old = lax.dynamic_index_in_dim(accumulate[0], g, keepdims=False)
             # An empty group keeps its very bits, those of a NaN or -0 too.
@@ -118,7 +116,7 @@ def _tiles(start, end, block: int):
 
 
 def _tile_rows(first, end, block: int, m: int):
-    """Row at which to slice a tile so that it lies inside the array, and which of its rows to use: [bm, 1]."""
+    """Where to slice a tile so that it lies in the array, and which of its rows to use: [bm, 1]."""
     row = jnp.minimum(first, np.int32(m - block))
     rows = row + lax.broadcasted_iota(jnp.int32, (block, 1), 0)
     return row, (rows >= first) & (rows < end)
@@ -126,7 +124,9 @@ def _tile_rows(first, end, block: int, m: int):
 
 def _update_rows(out, tile, row, keep):
     old = lax.dynamic_slice_in_dim(out, row, tile.shape[0])
-    return lax.dynamic_update_slice_in_dim(out, jnp.where(keep, tile.astype(out.dtype), old), row, 0)
+    return lax.dynamic_update_slice_in_dim(
+        out, jnp.where(keep, tile.astype(out.dtype), old), row, 0
+    )
 
 
 def _block_m(config: Config | None, m: int, groups: int) -> int:
