@@ -63,15 +63,19 @@ def explicit(op: Operation, operands: Sequence[jax.Array], *, spec, **params) ->
 
     plan = _PARTITIONS[type(spec)](*operands, spec=spec).plan
     local, operand_specs, result_specs = plan(mesh, specs, run)
-    # By default all axes but those that a vmap around has taken.
-    names = {} if axes == set(mesh.axis_names) else {"axis_names": axes}
+    if axes == set(mesh.axis_names):
+        axes = frozenset()  # means all, but for those that a vmap around has taken
     return jax.shard_map(
-        local, mesh=mesh, in_specs=tuple(operand_specs), out_specs=tuple(result_specs), **names
+        local,
+        mesh=mesh,
+        in_specs=tuple(operand_specs),
+        out_specs=tuple(result_specs),
+        axis_names=axes,
     )(*(jax.sharding.reshard(x, NamedSharding(mesh, s)) for x, s in zip(operands, operand_specs)))
 
 
 def explicit_batch(op: Operation, args, dims, **params) -> list[jax.Array] | None:
-    """A batch that lies on axes of an explicit mesh, in a shard_map over them; None if it doesn't."""
+    """A batch that lies on axes of an explicit mesh, by a shard_map over them; else None."""
     entries = [jax.typeof(x).sharding.spec[d] for x, d in zip(args, dims) if d is not None]
     entry = next((e for e in entries if e is not None), None)
     axes = frozenset(dispatch.axes_of(entry))
