@@ -30,7 +30,7 @@ test-newest: .venv/.stamp
 	.venv/bin/python $(TEST) $(ARGS)
 
 test-oldest: .venv-oldest/.stamp
-	.venv-oldest/bin/python $(TEST) tests/attention tests/grouped_matmul $(ARGS)
+	.venv-oldest/bin/python $(TEST) tests/test_dispatch.py tests/attention tests/grouped_matmul $(ARGS)
 
 test-gpu: .venv/.stamp ## the tests that need a GPU, on this machine's
 	.venv/bin/python -m pytest -m gpu $(ARGS)
