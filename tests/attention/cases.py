@@ -57,11 +57,9 @@ ARRAYS = (
 # "mask" and "bias" give shapes, one letter an axis, "1" where it broadcasts.
 CASES: dict[str, dict] = {
     "plain": {},
-    "one_kv_head": {"N": 3, "K": 1, "scale": 0.07},
-    "no_groups": {"N": 3, "K": 3, "H": 4, "Hv": 20, "scale": 1},
-    "mask_full": {"mask": "BNTS", "bias": "TS"},
+    "mask_full": {"mask": "BNTS", "bias": "TS", "N": 3, "K": 1, "scale": 0.07},
     "mask_of_keys": {"mask": "B11S", "bias": "BNTS", "bias_inf": 0.3},
-    "mask_of_rows": {"mask": "11T1", "bias": "1N11"},
+    "mask_of_rows": {"mask": "11T1", "bias": "1N11", "N": 3, "K": 3, "H": 4, "Hv": 20, "scale": 1},
     "mask_of_heads": {"mask": "N11", "density": 0.5, "bias": "B11S", "bias_inf": 0.3},
     "mask_rank2": {"mask": "TS", "bias": ""},
     "mask_rank1": {"mask": "S", "bias": "1NT1"},
@@ -132,8 +130,7 @@ PAIRS = dict(_pairs())
 CASES |= PAIRS
 
 # What the plain implementation shares with the blocked one and needs no second compilation.
-SHARED = ("one_kv_head", "mask_full", "mask_of_rows", "mask_rank", "mask_nothing", "q_lengths")
-SHARED += ("window", "causal_")
+SHARED = ("mask_full", "mask_rank", "mask_nothing", "q_lengths", "window", "causal_")
 
 
 def each_call(*needed):

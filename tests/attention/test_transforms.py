@@ -9,7 +9,7 @@ import pytest
 from jax import lax
 
 from tests.attention import cases
-from tests.attention.cases import BLOCKED, REFERENCE, each_implementation
+from tests.attention.cases import BLOCKED, REFERENCE
 
 OPTIONS = {"is_causal": True, "local_window_size": (4, 3), "dropout_rate": 0.2}
 V = 3  # size of the mapped axis
@@ -229,13 +229,12 @@ def test_donation(qkv):
     assert all(x.is_deleted() for x in before)
 
 
-@each_implementation
-def test_x64_mode(implementation):
+def test_x64_mode():
     """Wide integers and Python scalars of x64 mode do not reach a float32 call."""
     inputs = cases.inputs(next(iter(cases.PAIRS)))
     expected = cases.truth(inputs)
     with jax.enable_x64(True):
         wide = {n: x.astype(np.int64) for n, x in inputs.arrays.items() if x.dtype == np.int32}
-        actual = cases.run(implementation, inputs.replace(arrays=inputs.arrays | wide))
-        cases.assert_all_near(actual, expected, implementation.tolerance)
+        actual = cases.run(BLOCKED, inputs.replace(arrays=inputs.arrays | wide))
+        cases.assert_all_near(actual, expected)
         assert all(x.dtype == jnp.float32 for x in actual.values())
