@@ -34,11 +34,24 @@ class Config:
 
 
 def default_config(operands: Operands) -> Config:
-    heads = max(1, operands.query.shape[0] * operands.query.shape[2])
+    heads = operands.query.shape[0] * operands.query.shape[2]
     side = _SMALLEST_BLOCK
+    if not isinstance(heads, int):  # a symbolic batch, of jax.export
+        return Config(side, side)
     while side < _LARGEST_BLOCK and heads * (2 * side) ** 2 <= _TILE_ELEMENTS:
         side *= 2
     return Config(side, side)
+
+
+def refuse(query, key, *operands, **params) -> str | None:
+    """Why a call can't be cut into blocks."""
+    del operands, params
+    if isinstance(query.shape[1], int) and isinstance(key.shape[1], int):
+        return None
+    return (
+        f"it cuts T={query.shape[1]} and S={key.shape[1]} into blocks, which needs their sizes;"
+        " implementation 'reference' does not"
+    )
 
 
 class _Blocks:

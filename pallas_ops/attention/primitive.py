@@ -243,23 +243,16 @@ flash_attention_bwd = _define(
     backward=True,
 )
 
-for _name, _module, _config, _automatic in (
-    ("xla", chunked, chunked.Config, True),
-    ("reference", reference, (), False),
+for _operation, _by, _blocked, _plain in (
+    (flash_attention_fwd, _forward_by, chunked.forward, reference.forward),
+    (flash_attention_bwd, _backward_by, chunked.backward, reference.backward),
 ):
-    flash_attention_fwd.register(
-        _name,
+    _operation.register(
+        "xla",
         dispatch.Implementation(
-            functools.partial(_forward_by, _module.forward),
-            config_type=_config,
-            automatic=_automatic,
+            functools.partial(_by, _blocked), refuse=chunked.refuse, config_type=chunked.Config
         ),
     )
-    flash_attention_bwd.register(
-        _name,
-        dispatch.Implementation(
-            functools.partial(_backward_by, _module.backward),
-            config_type=_config,
-            automatic=_automatic,
-        ),
+    _operation.register(
+        "reference", dispatch.Implementation(functools.partial(_by, _plain), automatic=False)
     )

@@ -153,9 +153,12 @@ def row_sums(
 
 
 def softmax(z: jax.Array, lse: jax.Array) -> jax.Array:
-    """Weights of masked logits z [B, K, G, rows, columns] with lse [B, K, G, rows]."""
+    """Weights of masked logits z [B, K, G, rows, columns] with lse [B, K, G, rows].
+
+    A masked pair weighs 0 in a row whose lse is NaN, too.
+    """
     safe = jnp.where(lse == -jnp.inf, 0, lse)
-    return jnp.exp(z - safe[..., None])
+    return jnp.where(z == -jnp.inf, 0, jnp.exp(z - safe[..., None]))
 
 
 def normalized(operands: Operands, total_value, top, total) -> tuple[jax.Array, jax.Array]:

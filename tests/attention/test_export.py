@@ -112,6 +112,17 @@ def test_symbolic_sizes(implementation, shapes):
         np.testing.assert_allclose(exported.call(*args), f(*args), rtol=1e-5, atol=1e-6)
 
 
+def test_symbolic_lengths_are_refused_by_name_where_they_are_cut():
+    specs = [
+        jax.ShapeDtypeStruct(export.symbolic_shape(s), jnp.float32)
+        for s in ("2, t, 4, 8", "2, 9, 2, 8", "2, 9, 2, 6")
+    ]
+    for implementation in (None, "xla"):
+        f = lambda *x: pallas_ops.flash_attention(*x, implementation=implementation)
+        with pytest.raises(NotImplementedError, match="'xla' can't serve this call: it cuts T=t"):
+            jax.eval_shape(f, *specs)
+
+
 def test_export_of_a_shard_map(make_mesh):
     """A program for several devices leaves the process only from inside shard_map."""
     mesh, P = make_mesh((8,), ("x",)), jax.sharding.PartitionSpec
