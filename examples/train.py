@@ -144,6 +144,15 @@ def stack(some: Iterable[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     return jax.tree.map(lambda *leaves: np.stack(leaves), *some)
 
 
+OPTIONS = {
+    "num_kv_heads": "--kv-heads",
+    "num_heads": "--heads",
+    "experts_per_token": "--experts-per-token",
+    "num_experts": "--experts",
+    "head_dim": "--features / --heads",
+}
+
+
 def make_model(config: Config) -> DecoderLM:
     shape = DecoderConfig(
         vocab_size=VOCAB,
@@ -158,8 +167,11 @@ def make_model(config: Config) -> DecoderLM:
     )
     try:
         return DecoderLM(shape, rngs=nnx.Rngs(config.seed))
-    except ValueError as error:
-        fail(str(error))
+    except ValueError as error:  # it names the model's options, not the program's
+        message = str(error)
+        for name, option in OPTIONS.items():
+            message = message.replace(name, option)
+        fail(message)
 
 
 def make_optimizer(config: Config) -> optax.GradientTransformation:
@@ -275,7 +287,13 @@ def main(args: list[str] | None = None) -> float:
         fail(f"cannot write to --out {config.out}: {error.strerror}")
 
     losses, held_out_losses = [], []
-    bar = tqdm(total=config.steps, unit="step", desc="compiling", dynamic_ncols=True)
+    bar = tqdm(
+        total=config.steps,
+        unit="step",
+        desc="compiling",
+        dynamic_ncols=True,
+        mininterval=0.1 if sys.stderr.isatty() else 15,  # seconds between lines of a log
+    )
     with log, bar:
         rows = csv.writer(log)
         rows.writerow(["step", "split", "loss"])
@@ -297,9 +315,14 @@ def main(args: list[str] | None = None) -> float:
             for i, loss in enumerate(np.asarray(chunk_losses)[:size].tolist(), start=step + 1):
                 losses.append((i, loss))
                 rows.writerow([i, "training", loss])
-            rate = size * config.batch * config.length / (time.perf_counter() - since)
-            bar.set_description("training", refresh=False)
-            bar.set_postfix_str(f"loss {losses[-1][1]:.3f}, {rate:,.0f} tokens/s", refresh=False)
+            progress = f"loss {losses[-1][1]:.3f}"
+            if step == 0:  # its time went into compiling
+                bar.reset()
+                bar.set_description("training", refresh=False)
+            else:
+                rate = size * config.batch * config.length / (time.perf_counter() - since)
+                progress += f", {rate:,.0f} tokens/s"
+            bar.set_postfix_str(progress, refresh=False)
             bar.update(size)
             done = step + size
             if done // config.eval_every > step // config.eval_every or done == config.steps:

@@ -12,11 +12,19 @@ from jax.sharding import PartitionSpec as P
 
 Precision = Any  # what jax.lax.dot_general takes as `precision`, hashable
 
+_LARGEST = float(np.finfo(np.float32).max)
 FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
+def array(name: str, x) -> jax.Array:
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be an array, got {_describe(x)}") from None
+
+
 def floating(name: str, x) -> jax.Array:
-    x = jnp.asarray(x)
+    x = array(name, x)
     if x.dtype.name not in FLOATS:
         raise ValueError(f"{name} must be of dtype {', '.join(FLOATS)}, got {x.dtype.name}")
     return x
@@ -24,7 +32,7 @@ def floating(name: str, x) -> jax.Array:
 
 def integers(name: str, x) -> jax.Array:
     """Any integer dtype, as int32; what lies outside int32 saturates."""
-    x = jnp.asarray(x)
+    x = array(name, x)
     if not jnp.issubdtype(x.dtype, jnp.integer):
         raise ValueError(f"{name} must be of an integer dtype, got {x.dtype.name}")
     if x.dtype != jnp.int32:
@@ -37,7 +45,10 @@ def integers(name: str, x) -> jax.Array:
 def number(name: str, x) -> float:
     if isinstance(x, (bool, np.bool_)) or not isinstance(x, numbers.Real):
         raise TypeError(f"{name} must be a Python number known at trace time, got {_describe(x)}")
-    return float(x)
+    x = float(x)
+    if not abs(x) <= _LARGEST:
+        raise ValueError(f"{name} must be finite, in float32 too, got {x}")
+    return x
 
 
 def integer(name: str, x) -> int:
@@ -90,6 +101,30 @@ def common_dtype(*arrays: jax.Array) -> jnp.dtype:
 
 def accumulator_dtype(dtype) -> jnp.dtype:
     return jnp.dtype("float64" if dtype == jnp.float64 else "float32")
+
+
+def dtype(name: str, given) -> jnp.dtype:
+    try:
+        given = jnp.dtype(given)
+    except TypeError:
+        raise ValueError(f"{name} must be a dtype, got {given!r}") from None
+    if given.name not in FLOATS:
+        raise ValueError(f"{name} must be one of {', '.join(FLOATS)}, got {given.name}")
+    return given
+
+
+def random_key(name: str, x) -> jax.Array:
+    """One key of jax.random, typed or raw."""
+    x = array(name, x)
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        shape = ()
+    elif x.dtype == jnp.uint32:
+        shape = jax.random.key_data(jax.random.key(0)).shape
+    else:
+        raise TypeError(f"{name} must be a jax.random key, got an array of dtype {x.dtype}")
+    if x.shape != shape:
+        raise ValueError(f"{name} must be a single jax.random key, got an array of shape {x.shape}")
+    return x
 
 
 def reshape_leading(x: jax.Array, ndim: int, shape: tuple[int, ...]) -> jax.Array:

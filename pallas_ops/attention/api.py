@@ -118,7 +118,7 @@ def flash_attention(
     *,
     scale: float | None = None,
     is_causal: bool = False,
-    q_offset: int | Int[Array, "*#B"] | None = None,
+    q_offset: int | Int[Array, ""] | Int[Array, "*B"] | None = None,
     query_seq_lengths: Int[Array, "*B"] | None = None,
     key_value_seq_lengths: Int[Array, "*B"] | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
@@ -146,7 +146,7 @@ def flash_attention(
     *,
     scale: float | None = None,
     is_causal: bool = False,
-    q_offset: int | Int[Array, "*#B"] | None = None,
+    q_offset: int | Int[Array, ""] | Int[Array, "*B"] | None = None,
     query_seq_lengths: Int[Array, "*B"] | None = None,
     key_value_seq_lengths: Int[Array, "*B"] | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
@@ -173,7 +173,7 @@ def flash_attention(
     *,
     scale: float | None = None,
     is_causal: bool = False,
-    q_offset: int | Int[Array, "*#B"] | None = None,
+    q_offset: int | Int[Array, ""] | Int[Array, "*B"] | None = None,
     query_seq_lengths: Int[Array, "*B"] | None = None,
     key_value_seq_lengths: Int[Array, "*B"] | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
@@ -193,9 +193,9 @@ def flash_attention(
 ) -> Float[Array, "*B T N Hv"] | tuple[Float[Array, "*B T N Hv"], Float[Array, "*B T N"]]:
     """Attention, `softmax(scale * q k^T + bias) v`, in memory linear in the sequence lengths.
 
-    A call of `jax.nn.dot_product_attention` works here as it stands; what differs is said below.
-    Reverse-mode differentiable, once, in `query`, `key`, `value`, `bias`, `sinks` and through the
-    returned lse.
+    A call of `jax.nn.dot_product_attention` works here as it stands, but for a `scale` that is an
+    array and `implementation="cudnn"`. Differentiable in reverse mode, once, in `query`, `key`,
+    `value`, `bias`, `sinks` and through the returned lse.
 
     Args:
       query: [*B, T, N, H], bfloat16, float16, float32 or float64.

@@ -1,4 +1,7 @@
-"""Plain attention over the whole matrix of scores: exact, O(T*S) memory, the truth for tests."""
+"""Plain attention over the whole matrix of scores: exact, also in float64, O(T*S) memory.
+
+The truth that other implementations are held to; itself held to float64 numpy by the tests.
+"""
 
 import jax
 import jax.numpy as jnp

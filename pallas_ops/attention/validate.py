@@ -98,7 +98,9 @@ def canonicalize(
     rate = arguments.number("dropout_rate", dropout_rate)
     if not 0.0 <= rate < 1.0:
         raise ValueError(f"dropout_rate must lie in [0, 1), got {dropout_rate}")
-    if rate > 0.0 and dropout_key is None:
+    if dropout_key is not None:
+        dropout_key = arguments.random_key("dropout_key", dropout_key)
+    elif rate > 0.0:
         raise ValueError(f"dropout_key is needed with dropout_rate={dropout_rate}, got None")
     broadcast_dropout = arguments.flag("broadcast_dropout", broadcast_dropout)
     if not isinstance(checkpoint_name, str):
@@ -199,7 +201,7 @@ def _soft_cap(cap) -> float | None:
 
 
 def _boolean(name: str, x) -> jax.Array:
-    x = jnp.asarray(x)
+    x = arguments.array(name, x)
     if x.dtype != jnp.bool_:
         raise ValueError(f"{name} must be of dtype bool (True = attend), got {x.dtype}")
     return x
@@ -229,6 +231,8 @@ def _integers(name: str, x, shape: tuple[int, ...], batch: tuple[int, ...]) -> j
 
 
 def _lengths(name: str, x, batch: tuple[int, ...], longest: int) -> jax.Array | None:
+    if batch == () and np.shape(x) == (1,):  # as jax.nn takes it beside operands with no batch
+        x = jnp.reshape(x, ())
     x = _integers(name, x, batch, batch)
     return None if x is None else jnp.clip(x, 0, longest)
 
@@ -236,7 +240,7 @@ def _lengths(name: str, x, batch: tuple[int, ...], longest: int) -> jax.Array | 
 def _offset(offset, batch: tuple[int, ...]) -> jax.Array | None:
     if offset is None:
         return None
-    if isinstance(offset, numbers.Integral):
+    if isinstance(offset, numbers.Integral) and not isinstance(offset, bool):
         offset = operator.index(offset)
         if offset == 0:
             return None

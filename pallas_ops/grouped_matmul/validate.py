@@ -164,11 +164,7 @@ def _matrix(name: str, x, layout: str) -> jax.Array:
 def _out_dtype(preferred, default) -> jnp.dtype:
     if preferred is None:
         return jnp.dtype(default)
-    dtype = jnp.dtype(preferred)
-    if dtype.name not in arguments.FLOATS:
-        raise ValueError(
-            f"preferred_element_type must be one of {', '.join(arguments.FLOATS)}, got {dtype.name}"
-        )
+    dtype = arguments.dtype("preferred_element_type", preferred)
     if dtype == np.float64 and not jax.config.jax_enable_x64:
         raise ValueError("preferred_element_type float64 needs jax_enable_x64")
     return dtype

@@ -65,12 +65,20 @@ WRONG = {
     ),
     "soft_cap_zero": ({"logits_soft_cap": 0.0}, "logits_soft_cap", "0.0", "positive"),
     "soft_cap_negative": ({"logits_soft_cap": -2.0}, "logits_soft_cap", "-2.0", "positive"),
-    "soft_cap_nan": ({"logits_soft_cap": float("nan")}, "logits_soft_cap", "nan", "positive"),
+    "soft_cap_nan": ({"logits_soft_cap": float("nan")}, "logits_soft_cap", "nan", "finite"),
+    "soft_cap_inf": ({"logits_soft_cap": float("inf")}, "logits_soft_cap", "inf", "finite"),
+    "soft_cap_past_float32": ({"logits_soft_cap": 1e39}, "logits_soft_cap", "1e+39", "finite"),
+    "scale_nan": ({"scale": float("nan")}, "scale", "nan", "finite"),
     "sinks_shape": ({"sinks": zeros(K)}, "sinks", "(2,)", "(4,)"),
     "sinks_dtype": ({"sinks": ints(N)}, "sinks", "int32", "float32"),
     "rate_one": ({"dropout_rate": 1.0}, "dropout_rate", "1.0", "[0, 1)"),
     "rate_negative": ({"dropout_rate": -0.1}, "dropout_rate", "-0.1", "[0, 1)"),
-    "rate_nan": ({"dropout_rate": float("nan")}, "dropout_rate", "nan", "[0, 1)"),
+    "rate_nan": ({"dropout_rate": float("nan")}, "dropout_rate", "nan", "finite"),
+    "many_keys": (
+        {"dropout_key": jax.random.split(jax.random.key(0), 6), "dropout_rate": 0.1},
+        "dropout_key", "(6,)", "single",
+    ),
+    "q_offset_bool": ({"q_offset": True}, "q_offset", "bool", "integer"),
     "rate_without_key": ({"dropout_rate": 0.5}, "dropout_key", "None", "0.5"),
     "precision": ({"precision": "best"}, "precision", "'best'", "Precision"),
     "unknown": ({"implementation": "cudnn"}, "implementation", "'cudnn'", "'xla'"),
@@ -87,6 +95,44 @@ def test_wrong_argument(name):
     for word in words:
         assert word in str(error.value)
     assert str(error.value).startswith((words[0], "q_segment_ids and kv_segment_ids"))
+
+
+NO_ARRAY = {
+    "query": (None, "None"),
+    "value": ("a", "'a'"),
+    "mask": ("a", "'a'"),
+    "key_value_seq_lengths": ("a", "'a'"),
+    "dropout_key": ("a", "'a'"),
+}
+
+
+@pytest.mark.parametrize("name", NO_ARRAY)
+def test_what_is_no_array(name):
+    given, word = NO_ARRAY[name]
+    with pytest.raises(TypeError, match=f"^{name} must be an array, got {word}"):
+        call(**{name: given})
+
+
+def test_what_is_no_key():
+    with pytest.raises(TypeError, match=r"^dropout_key must be a jax.random key, got .* int32"):
+        call(dropout_key=jnp.int32(7), dropout_rate=0.1)
+    assert call(dropout_key=jax.random.PRNGKey(0), dropout_rate=0.1).shape == (B, T, N, Hv)
+
+
+def test_lengths_without_a_batch():
+    """jax.nn takes a length for each of the one batch that it adds; a scalar says the same."""
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        jnp.asarray(rng.normal(size=shape), jnp.float32)
+        for shape in ((T, N, H), (S, K, H), (S, K, H))
+    )
+    ours = [
+        pallas_ops.flash_attention(q, k, v, key_value_seq_lengths=length)
+        for length in (jnp.array([3]), jnp.int32(3))
+    ]
+    theirs = jax.nn.dot_product_attention(q, k, v, key_value_seq_lengths=jnp.array([3]))
+    np.testing.assert_array_equal(*ours)
+    np.testing.assert_allclose(ours[0], theirs, rtol=1e-5, atol=1e-6)
 
 
 def test_right_arguments_are_taken():

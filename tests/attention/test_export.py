@@ -1,5 +1,6 @@
 """jax.export: for CPU and CUDA together, called by another process; symbolic sizes."""
 
+import functools
 import subprocess
 import sys
 
@@ -118,7 +119,7 @@ def test_symbolic_lengths_are_refused_by_name_where_they_are_cut():
         for s in ("2, t, 4, 8", "2, 9, 2, 8", "2, 9, 2, 6")
     ]
     for implementation in (None, "xla"):
-        f = lambda *x: pallas_ops.flash_attention(*x, implementation=implementation)
+        f = functools.partial(pallas_ops.flash_attention, implementation=implementation)
         with pytest.raises(NotImplementedError, match="'xla' can't serve this call: it cuts T=t"):
             jax.eval_shape(f, *specs)
 

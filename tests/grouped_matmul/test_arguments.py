@@ -32,6 +32,7 @@ WRONG = [
     (dict(bias=np.ones((G, N), int)), ValueError, "bias must be of dtype"),
     (dict(activation="tanh"), ValueError, "activation must be None or one of .* 'tanh'"),
     (dict(rhs=RHS[..., :3], activation="swiglu"), ValueError, "'swiglu' needs an even"),
+    (dict(preferred_element_type="foo"), ValueError, "preferred_element_type must be a dtype"),
     (dict(preferred_element_type=int), ValueError, "preferred_element_type must be one of"),
     (dict(preferred_element_type=np.float64), ValueError, "needs jax_enable_x64"),
     (dict(precision="exact"), ValueError, "precision must be .* got 'exact'"),
