@@ -159,8 +159,11 @@ def test_packing(train, tmp_path):
         ("--text /no/such/file", "error: cannot read --text /no/such/file: No such file.*"),
         ("--text /", "error: cannot read --text /: Is a directory"),
         ("--batch 4000", "error: the held-out text has .* --batch 4000 .* needs .*"),
-        ("--experts-per-token 3", "error: experts_per_token must be in .*, got 3"),
-        ("--kv-heads 3", "error: num_kv_heads=3 must divide num_heads=2"),
+        (
+            "--experts-per-token 3",
+            r"error: --experts-per-token must be in \[1, --experts=2\], got 3",
+        ),
+        ("--kv-heads 3", "error: --kv-heads=3 must divide --heads=2"),
         ("--out /dev/null/x", "error: cannot write to --out /dev/null/x: Not a directory"),
     ],
     ids=lambda value: value.split()[0] if value.startswith("--") else "",
