@@ -133,9 +133,10 @@ CASES |= PAIRS
 SHARED = ("mask_full", "mask_rank", "mask_nothing", "q_lengths", "window", "causal_")
 
 
-def each_call(*needed):
+def each_call(*needed, but=()):
     """Parametrises a test over implementations and the cases that have any of these arguments."""
     named = [n for n, case in CASES.items() if not needed or set(needed) & set(case)]
+    named = [n for n in named if n not in but]
     skipped = lambda name, implementation: implementation is REFERENCE and name.startswith(SHARED)
     calls = [(n, i) for n in named for i in IMPLEMENTATIONS if not skipped(n, i)]
     return pytest.mark.parametrize(
