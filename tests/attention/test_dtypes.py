@@ -43,6 +43,7 @@ def _compare(implementation, inputs, dtype, **dtypes):
     return actual
 
 
+@pytest.mark.usefixtures("fully_optimised")
 @each_implementation
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_error_against_float64(dtype, implementation):

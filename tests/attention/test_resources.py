@@ -51,6 +51,7 @@ def _backward(attention, *qkv):
     return jax.grad(lambda qkv: jnp.sum(jnp.sin(attention(*qkv))))(qkv)
 
 
+@pytest.mark.usefixtures("fully_optimised")
 @pytest.mark.parametrize("direction", [_forward, _backward])
 @pytest.mark.parametrize("name", MEMORY)
 def test_temporary_memory_is_linear(name, direction):
@@ -61,6 +62,7 @@ def test_temporary_memory_is_linear(name, direction):
     assert long < lengths[1] ** 2 * 4 / 4
 
 
+@pytest.mark.usefixtures("fully_optimised")
 def test_memory_measure_sees_a_quadratic_call():
     plain = lambda attention, q, k, v: jax.nn.dot_product_attention(q, k, v)
     short, long = (_temporary(plain, t, {}) for t in (512, 1024))

@@ -23,6 +23,7 @@ def test_odd_lengths(t, s):
     cases.assert_all_near(cases.run(BLOCKED, inputs), cases.truth(inputs))
 
 
+@pytest.mark.usefixtures("fully_optimised")
 def test_more_than_one_default_block():
     inputs = cases.inputs("long", {"B": 1, "T": 700, "S": 1100, "N": 1, "K": 1, "is_causal": True,
                                    "q_offset": 300, "H": 3, "Hv": 2})  # fmt: skip
