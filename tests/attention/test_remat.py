@@ -104,3 +104,21 @@ def test_a15_layers_in_a_scan(policy, forwards, qkv):
     if forwards == 1:
         expected = jax.jit(jax.grad(lambda x: loss(plain, x)))(q)
         np.testing.assert_allclose(jax.jit(gradient)(q), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize(("arguments", "wanted"), [((0,), False), ((1,), True), ((0, 1), True)])
+def test_gradient_of_bias_is_computed_by_need(arguments, wanted, remat):
+    """A constant bias, as of ALiBi, costs no sum over its broadcast dimensions."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(2, 5, 3, 4)), jnp.float32)
+    bias = jnp.asarray(rng.normal(size=(3, 1, 5)), jnp.float32)
+
+    def f(x, bias):
+        return REFERENCE(x, x, x, bias)
+
+    f = jax.checkpoint(f) if remat else f
+    grad = jax.grad(lambda *a: jnp.sum(jnp.sin(f(*a))), arguments)
+    jaxpr = str(jax.make_jaxpr(grad)(x, bias))
+    assert ("bias_gradient=True" in jaxpr) is wanted
+    assert ("bias_gradient=False" in jaxpr) is not wanted
