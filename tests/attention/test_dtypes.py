@@ -37,8 +37,10 @@ def _compare(implementation, inputs, dtype, **dtypes):
     plain = _plain(floats, inputs.arrays["mask"], jnp.asarray(inputs.dout, dtype), dlse)
     for name, x in actual.items():
         assert x.dtype == (jnp.float32 if name == "lse" else dtypes.get(name, dtype)), name
-        error = lambda y: np.abs(np.asarray(y, np.float64) - exact[name]).max()  # noqa: B023
-        atol = float(jnp.finfo(x.dtype).eps) * np.abs(exact[name]).max()
+        # By root mean square: the largest of a few thousand roundings is a matter of luck.
+        rms = lambda y: np.sqrt(np.mean(np.square(y)))
+        error = lambda y: rms(np.asarray(y, np.float64) - exact[name])  # noqa: B023
+        atol = float(jnp.finfo(x.dtype).eps) / 4 * rms(exact[name])
         assert error(x) <= 2 * error(plain[name]) + atol, name
     return actual
 
