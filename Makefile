@@ -14,7 +14,7 @@ TEST := -m pytest -n $(WORKERS) --dist worksteal
 unexport PYTHONDONTWRITEBYTECODE
 
 .DELETE_ON_ERROR:
-.PHONY: help setup train test test-newest test-oldest test-gpu lint format types compile-report clean
+.PHONY: help setup train test test-newest test-oldest test-compile test-gpu lint format types compile-report clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' Makefile
@@ -24,13 +24,17 @@ setup: .venv/.stamp ## make .venv with everything pinned in pyproject.toml
 train: .venv/.stamp ## train a small mixture-of-experts model (options: make train ARGS="--help")
 	.venv/bin/python examples/train.py $(ARGS)
 
-test: test-newest test-oldest ## all tests on the newest JAX, those of the ops on the oldest
+test: test-newest test-oldest test-compile ## all tests on the newest JAX, those of the ops on the oldest
 
 test-newest: .venv/.stamp
 	.venv/bin/python $(TEST) $(ARGS)
 
 test-oldest: .venv-oldest/.stamp
-	.venv-oldest/bin/python $(TEST) tests/test_dispatch.py tests/attention tests/grouped_matmul $(ARGS)
+	.venv-oldest/bin/python $(TEST) tests/test_dispatch.py tests/test_tuning.py \
+	  tests/test_tune.py tests/test_timing.py tests/attention tests/grouped_matmul $(ARGS)
+
+test-compile: .venv-compile/.stamp ## the tests that compile for a GPU that is not there
+	.venv-compile/bin/python -m pytest tests/compile $(ARGS)
 
 test-gpu: .venv/.stamp ## the tests that need a GPU, on this machine's
 	.venv/bin/python -m pytest -m gpu $(ARGS)
@@ -47,7 +51,7 @@ types: .venv/.stamp ## pyright
 	.venv/bin/pyright
 
 compile-report: .venv-compile/.stamp ## registers, spills and instructions of a kernel, with no GPU (CONTRIBUTING.md)
-	.venv-compile/bin/python tools/compile_report.py $(ARGS)
+	.venv-compile/bin/python -m pallas_ops.compile_report $(ARGS)
 
 clean: ## remove the environments and every cache
 	rm -rf .venv .venv-oldest .venv-compile .venv-tools .hypothesis .pytest_cache .ruff_cache uv.lock
@@ -65,7 +69,7 @@ clean: ## remove the environments and every cache
 
 .venv-compile/.stamp: pyproject.toml .python-version | $(filter .venv-tools/%,$(UV))
 	env -u VIRTUAL_ENV UV_PROJECT_ENVIRONMENT=.venv-compile $(UV) sync --quiet \
-	  --no-default-groups --group run --group jax-newest --group compile
+	  --no-default-groups --group run --group test --group jax-newest --group compile
 	@touch $@
 
 .venv-tools/bin/uv:

@@ -13,7 +13,7 @@ import sys
 import sysconfig
 import threading
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import numpy as np
@@ -25,7 +25,8 @@ from jax.interpreters import partial_eval as pe
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_ops import _jax_internals
+from pallas_ops import _jax_internals, tuning
+from pallas_ops.tuning import Configs, Tunable
 
 logger = logging.getLogger("pallas_ops")
 
@@ -54,7 +55,7 @@ class Implementation:
     refuse: Callable[..., str | None] = _never
     refuse_device: Callable[[mlir.LoweringRuleContext], str | None] = _never
     platforms: tuple[str, ...] | None = None
-    config_type: type | tuple[type, ...] = ()
+    tunable: Tunable | None = None
     automatic: bool = True
     interpretable: bool = False
 
@@ -75,7 +76,14 @@ class Partition(NamedTuple):
 
 
 class Operation:
-    """A JAX primitive whose lowering picks from a table of implementations."""
+    """A JAX primitive whose lowering picks from a table of implementations.
+
+    The operations of a `family` are made of each other's derivatives, and a call's configs go to
+    all of them. `inputs(seed, *avals, **params)` makes operands with values as they are in use, for
+    timing.
+    """
+
+    by_name: ClassVar[dict[str, "Operation"]] = {}
 
     def __init__(
         self,
@@ -85,9 +93,13 @@ class Operation:
         batch: Callable,
         partition: Callable[..., Partition],
         public_name: str,
+        family: str,
+        inputs: Callable[..., Sequence[jax.Array]],
     ):
         self.name = name
         self.public_name = public_name
+        self.family = family
+        self.inputs = inputs
         self.implementations: dict[str, Implementation] = {}
         self._abstract = abstract
         self._partition = partition
@@ -103,8 +115,11 @@ class Operation:
             rule = functools.partial(self._lower, platform)
             mlir.register_lowering(self.primitive, rule, platform=platform)
         batching.primitive_batchers[self.primitive] = batch
+        self.by_name[name] = self
 
-    def bind(self, *operands: jax.Array, implementation, config, **params) -> list[jax.Array]:
+    def bind(
+        self, *operands: jax.Array, implementation, config: Configs | None, **params
+    ) -> list[jax.Array]:
         """Runs the primitive by the first of `implementation` that can serve the call."""
         avals = [jax.typeof(x) for x in operands]
         names = self._candidates(implementation, avals, config, params)
@@ -116,14 +131,51 @@ class Operation:
         """Puts an implementation in the table, in the order of `NAMES`."""
         table = {**self.implementations, name: implementation}
         self.implementations = {n: table[n] for n in NAMES if n in table}
+        if implementation.tunable is not None:
+            tuning.register(implementation.tunable.config_type)
 
-    def _refusal(self, name: str, avals, config, params) -> str | None:
+    def _refusal(self, name: str, avals, configs: Configs | None, params) -> str | None:
         entry = self.implementations.get(name)
         if entry is None:
             return f"no {name} kernel exists for {self.public_name} yet"
-        if config is not None and not isinstance(config, entry.config_type):
-            return f"it takes no config of type {type(config).__name__}"
-        return entry.refuse(*avals, config=config, **params)
+        if configs is None:
+            return entry.refuse(*avals, config=None, **params)
+        if configs.exclusive:
+            # A config of another operation of the family is for derivatives.
+            taken = {t.config_type for t in self._tunables(name)}
+            wrong = next((c for c in configs.items if type(c) not in taken), None)
+            if wrong is not None:
+                return f"it takes no config of type {type(wrong).__name__}"
+        config = entry.tunable and configs.of_type(entry.tunable.config_type)
+        reason = entry.refuse(*avals, config=None, **params)
+        if reason is None and config is not None:
+            reason = entry.refuse(*avals, config=config, **params)
+            if reason is not None and not configs.exclusive:
+                raise ValueError(
+                    f"{self.public_name}: {config}, set by pallas_ops.tuning.use, does not fit this"
+                    f" call: {reason}"
+                )
+        return reason
+
+    def _tunables(self, name: str) -> list[Tunable]:
+        entries = (
+            op.implementations.get(name) for op in self.by_name.values() if op.family == self.family
+        )
+        return [e.tunable for e in entries if e is not None and e.tunable is not None]
+
+    def run(
+        self, name: str, device_kind: str | None, *operands, config: Configs | None, **params
+    ) -> Sequence[jax.Array]:
+        """Runs an implementation on operands of one device, with its config looked up."""
+        entry = self.implementations[name]
+        chosen = None
+        if entry.tunable is not None:
+            chosen = config and config.of_type(entry.tunable.config_type)
+            if chosen is None:
+                avals = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
+                call = tuning.Call(self.name, name, avals, tuple(sorted(params.items())))
+                chosen = tuning.lookup(call, entry.tunable, entry.refuse, device_kind)
+        return entry.run(*operands, config=chosen, **params)
 
     def _candidates(self, implementation, avals, config, params) -> tuple[str, ...]:
         requested = normalize(implementation)
@@ -162,7 +214,8 @@ class Operation:
             raise NotImplementedError(f"{self.public_name}: {why}")
         entry = self.implementations[name]
         self._log(platform, ctx, name, implementation, reasons, config, params)
-        run = functools.partial(entry.run, config=config, **params)
+        kind = _jax_internals.device_kind(ctx, platform)
+        run = functools.partial(self.run, name, kind, config=config, **params)
         if not _runs_on(entry, platform):
             run = _interpreted(run, self._abstract, params)
         partition = self._partition(*ctx.avals_in, **params)

@@ -21,6 +21,7 @@ hypothesis.settings.load_profile("default")
 
 
 def pytest_configure(config):
+    os.environ["PALLAS_OPS_CACHE_DIR"] = ""  # whoever runs the tests may have tuned
     if config.option.markexpr == "gpu":
         return
     # Both: the environment is for the subprocesses that some tests start, and this process may have

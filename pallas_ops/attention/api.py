@@ -10,7 +10,7 @@ from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_ops import arguments, dispatch
+from pallas_ops import arguments, dispatch, tuning
 from pallas_ops.attention import validate
 from pallas_ops.attention.primitive import (
     Layout,
@@ -231,7 +231,8 @@ def flash_attention(
       checkpoint_name: the name of output and lse for `jax.checkpoint` policies.
       implementation: None picks the fastest that can serve the call; "mosaic_gpu", "triton" and
         "xla" name one, "reference" the plain O(T*S) one; a sequence is tried in order.
-      config: a tuning config of the implementation; None looks it up.
+      config: a tuning config of the implementation, or a sequence of them (a kernel and its
+        gradient may have configs of their own). None looks it up: `pallas_ops.tuning`.
 
     Returns:
       [*B, T, N, Hv] of query's dtype; with return_residual also lse, float32 [*B, T, N], the
@@ -249,6 +250,7 @@ def flash_attention(
     """
     return_residual = arguments.flag("return_residual", return_residual)
     implementation = dispatch.normalize(implementation)
+    config = tuning.requested(config)
     operands, spec = validate.canonicalize(
         query,
         key,

@@ -33,14 +33,29 @@ class Config:
             raise ValueError(f"block_q and block_kv must be positive, got {self}")
 
 
-def default_config(operands: Operands) -> Config:
-    heads = operands.query.shape[0] * operands.query.shape[2]
+def heuristic(query, *operands, **params) -> Config:
+    """The largest square tile of which all heads' scores stay small."""
+    del operands, params
+    heads = query.shape[0] * query.shape[2]
     side = _SMALLEST_BLOCK
     if not isinstance(heads, int):  # a symbolic batch, of jax.export
         return Config(side, side)
     while side < _LARGEST_BLOCK and heads * (2 * side) ** 2 <= _TILE_ELEMENTS:
         side *= 2
     return Config(side, side)
+
+
+def candidates(query, key, *operands, **params) -> list[Config]:
+    """Tiles within the lengths, of at most 16 times the scores that the heuristic allows."""
+    del operands, params
+    heads, (t, s) = query.shape[0] * query.shape[2], (query.shape[1], key.shape[1])
+    sides = [2**i for i in range(6, 12)]
+    return [
+        Config(q, kv)
+        for q in sides
+        for kv in (q // 2, q, 2 * q)
+        if q < 2 * t and kv < 2 * s and heads * q * kv <= 16 * _TILE_ELEMENTS
+    ]
 
 
 def refuse(query, key, *operands, **params) -> str | None:
@@ -90,7 +105,7 @@ def _fresh(rows: jax.Array | None, columns: jax.Array | None) -> jax.Array | Non
     return both.reshape((1,) * (5 - both.ndim) + both.shape)
 
 
-def forward(operands: Operands, spec: Spec, config: Config | None) -> tuple[jax.Array, jax.Array]:
+def forward(operands: Operands, spec: Spec, config: Config) -> tuple[jax.Array, jax.Array]:
     """Output [B, T, N, Hv] and lse [B, T, N]."""
     b, t, n, _ = operands.query.shape
     s, kv_heads, hv = operands.value.shape[1:]
@@ -104,7 +119,6 @@ def forward(operands: Operands, spec: Spec, config: Config | None) -> tuple[jax.
             lse = jnp.broadcast_to(sinks[:, None].astype(accumulator), lse.shape)
         return jnp.zeros((b, t, n, hv), operands.query.dtype), lse
 
-    config = config or default_config(operands)
     q_blocks, kv_blocks = _Blocks(t, config.block_q), _Blocks(s, config.block_kv)
     heads = tiles.heads_first(operands)
     multiply = tiles.guarded_product("bkgts,bksd->bkgtd", heads.value, spec)
@@ -153,7 +167,7 @@ def forward(operands: Operands, spec: Spec, config: Config | None) -> tuple[jax.
 
 
 def backward(
-    operands: Operands, out, lse, dout, dlse, spec: Spec, config: Config | None, bias_gradient: bool
+    operands: Operands, out, lse, dout, dlse, spec: Spec, config: Config, bias_gradient: bool
 ):
     """Gradients of query, key, value, bias and sinks (or None), the latter two unrounded."""
     b, t, n, h = operands.query.shape
@@ -169,7 +183,6 @@ def backward(
         dq, dk, dv = (jnp.zeros_like(x) for x in (operands.query, operands.key, operands.value))
         return dq, dk, dv, dbias, dsinks
 
-    config = config or default_config(operands)
     q_blocks, kv_blocks = _Blocks(t, config.block_q), _Blocks(s, config.block_kv)
     rows, columns = q_blocks.size, kv_blocks.size
     lse, delta = tiles.split_rows(lse, kv_heads), tiles.split_rows(delta, kv_heads)  # [B, K, G, T]

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 from jax.sharding import PartitionSpec as P
 
-from pallas_ops import dispatch
-from pallas_ops.attention import chunked, reference
+from pallas_ops import dispatch, tuning
+from pallas_ops.attention import chunked, reference, workload
 from pallas_ops.attention.validate import Operands, Spec
 
 RESULTS = ("out", "lse")
@@ -224,6 +224,8 @@ def _define(name, abstract, backward: bool) -> dispatch.Operation:
     operation = dispatch.Operation(
         name,
         public_name="flash_attention",
+        family="attention",
+        inputs=workload.inputs,
         abstract=abstract,
         batch=lambda arrays, dims, **params: _batch(operation, arrays, dims, **params),
         partition=partition,
@@ -243,6 +245,9 @@ flash_attention_bwd = _define(
     backward=True,
 )
 
+_CHUNKED = tuning.Tunable(
+    chunked.Config, workload.key, candidates=chunked.candidates, heuristic=chunked.heuristic
+)
 for _operation, _by, _blocked, _plain in (
     (flash_attention_fwd, _forward_by, chunked.forward, reference.forward),
     (flash_attention_bwd, _backward_by, chunked.backward, reference.backward),
@@ -250,7 +255,7 @@ for _operation, _by, _blocked, _plain in (
     _operation.register(
         "xla",
         dispatch.Implementation(
-            functools.partial(_by, _blocked), refuse=chunked.refuse, config_type=chunked.Config
+            functools.partial(_by, _blocked), refuse=chunked.refuse, tunable=_CHUNKED
         ),
     )
     _operation.register(

@@ -8,7 +8,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from pallas_ops import dispatch
+from pallas_ops import dispatch, tuning
 from pallas_ops.grouped_matmul import validate
 from pallas_ops.grouped_matmul.primitive import call, contracting_op, ragged_dot_op
 
@@ -59,8 +59,9 @@ def ragged_dot(
         automatic ones by `jax.lax.with_sharding_constraint`.
       implementation: "mosaic_gpu", "triton", "xla", or a sequence to try in order. None: the
         fastest that can run the call.
-      config: The implementation's tuning, such as `grouped_matmul.xla.Config`. None: chosen from
-        the shapes.
+      config: A tuning config of the implementation, such as `grouped_matmul.xla.Config`, or a
+        sequence of them (a product and its gradients may have configs of their own). None: looked
+        up, see `pallas_ops.tuning`.
 
     Returns:
       `[M, N]`, or `[M, N/2]` with a gated activation.
@@ -84,7 +85,8 @@ def ragged_dot(
         bias=bias,
         activation=activation,
     )
-    out = call(ragged_dot_op, operands, spec=spec, implementation=implementation, config=config)[0]
+    params = dict(spec=spec, implementation=implementation, config=tuning.requested(config))
+    out = call(ragged_dot_op, operands, **params)[0]
     return out if out_sharding is None else _shard(out, out_sharding)
 
 
@@ -144,9 +146,8 @@ def ragged_dot_contracting(
         num_groups=num_groups,
         accumulate=accumulate,
     )
-    return call(contracting_op, operands, spec=spec, implementation=implementation, config=config)[
-        0
-    ]
+    params = dict(spec=spec, implementation=implementation, config=tuning.requested(config))
+    return call(contracting_op, operands, **params)[0]
 
 
 def _shard(x: jax.Array, sharding: NamedSharding | P) -> jax.Array:

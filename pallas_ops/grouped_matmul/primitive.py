@@ -13,9 +13,9 @@ import numpy as np
 from jax import lax
 from jax.interpreters import ad
 
-from pallas_ops import arguments, dispatch
+from pallas_ops import arguments, dispatch, tuning
 from pallas_ops.dispatch import Implementation, Operation
-from pallas_ops.grouped_matmul import epilogue, partition, xla
+from pallas_ops.grouped_matmul import epilogue, partition, workload, xla
 from pallas_ops.grouped_matmul.validate import MAX_ROWS, ContractingSpec, RaggedDotSpec
 
 
@@ -274,6 +274,8 @@ ragged_dot_op = Operation(
     batch=_ragged_dot_batch,
     partition=partition.ragged_dot,
     public_name="ragged_dot",
+    family="grouped_matmul",
+    inputs=workload.inputs,
 )
 contracting_op = Operation(
     "ragged_dot_contracting",
@@ -281,12 +283,13 @@ contracting_op = Operation(
     batch=_contracting_batch,
     partition=partition.ragged_dot_contracting,
     public_name="ragged_dot_contracting",
+    family="grouped_matmul",
+    inputs=workload.inputs,
 )
 ad.primitive_jvps[ragged_dot_op.primitive] = _ragged_dot_jvp
 ad.primitive_transposes[ragged_dot_op.primitive] = _ragged_dot_transpose
 ad.primitive_jvps[contracting_op.primitive] = _contracting_jvp
 ad.primitive_transposes[contracting_op.primitive] = _contracting_transpose
-ragged_dot_op.register("xla", Implementation(run=xla.ragged_dot, config_type=xla.Config))
-contracting_op.register(
-    "xla", Implementation(run=xla.ragged_dot_contracting, config_type=xla.Config)
-)
+_LOOP = tuning.Tunable(xla.Config, workload.key, candidates=xla.candidates, heuristic=xla.heuristic)
+ragged_dot_op.register("xla", Implementation(run=xla.ragged_dot, tunable=_LOOP))
+contracting_op.register("xla", Implementation(run=xla.ragged_dot_contracting, tunable=_LOOP))

@@ -14,21 +14,36 @@ from jax import lax
 from pallas_ops import arguments
 from pallas_ops.grouped_matmul import epilogue
 from pallas_ops.grouped_matmul.validate import ContractingSpec, RaggedDotSpec
+from pallas_ops.tuning import rounded
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Rows of a tile; None: from the rows of a mean group."""
+    """Rows of a tile."""
 
-    block_m: int | None = None
+    block_m: int
 
     def __post_init__(self):
-        if self.block_m is not None and not 1 <= self.block_m <= 2**15:
+        if not 1 <= self.block_m <= 2**15:
             raise ValueError(f"block_m must lie in [1, {2**15}], got {self.block_m}")
 
 
+def heuristic(lhs, rhs, bounds, *operands, **params) -> Config:
+    """The rows of a mean group, within bounds."""
+    del rhs, operands, params
+    mean = -(-lhs.shape[0] // max(bounds.shape[0], 1))
+    # On a CPU 64 to 128 rows amortise a group's matrix; beyond that masked rows only cost.
+    return Config(max(32, min(128, rounded(max(mean, 1)))))
+
+
+def candidates(lhs, *operands, **params) -> list[Config]:
+    """Powers of two up to the rows that there are."""
+    del operands, params
+    return [Config(2**i) for i in range(5, 12) if 2**i < 2 * lhs.shape[0]]
+
+
 def ragged_dot(
-    lhs, rhs, bounds, *bias, spec: RaggedDotSpec, config: Config | None
+    lhs, rhs, bounds, *bias, spec: RaggedDotSpec, config: Config
 ) -> tuple[jax.Array, ...]:
     """Rows of group g times rhs[g], and the epilogue; also its input if `save_preactivation`."""
     m, k = lhs.shape
@@ -37,7 +52,7 @@ def ragged_dot(
     outs = tuple(jnp.zeros((m, w), spec.out_dtype) for w in widths)
     if 0 in (m, n, groups):
         return outs
-    block = _block_m(config, m, groups)
+    block = min(config.block_m, m)
 
     def product(x, w):  # [bm, K], [K, N] or [N, K] -> [bm, N]
         return _dot(x, w, (1, 1 if spec.transpose_rhs else 0), spec)
@@ -61,7 +76,7 @@ def ragged_dot(
 
 
 def ragged_dot_contracting(
-    lhs, rhs, bounds, *accumulate, spec: ContractingSpec, config: Config | None
+    lhs, rhs, bounds, *accumulate, spec: ContractingSpec, config: Config
 ) -> tuple[jax.Array]:
     """For each group, the transpose of its rows of lhs times its rows of rhs, plus `accumulate`."""
     (m, k), n, groups = lhs.shape, rhs.shape[1], bounds.shape[0]
@@ -75,7 +90,7 @@ def ragged_dot_contracting(
         out = jnp.zeros((groups, k, n), spec.out_dtype)
     if 0 in (m, k, n, groups):
         return (out,)
-    block = _block_m(config, m, groups)
+    block = min(config.block_m, m)
 
     def group(g, out):
         start, end = bounds[g, 0], bounds[g, 1]
@@ -127,11 +142,3 @@ def _update_rows(out, tile, row, keep):
     return lax.dynamic_update_slice_in_dim(
         out, jnp.where(keep, tile.astype(out.dtype), old), row, 0
     )
-
-
-def _block_m(config: Config | None, m: int, groups: int) -> int:
-    if config is not None and config.block_m is not None:
-        return min(config.block_m, m)
-    mean = -(-m // groups)
-    # On a CPU 64 to 128 rows amortise a group's matrix; beyond that masked rows only cost.
-    return min(max(32, min(128, 1 << (mean - 1).bit_length())), m)

@@ -1,0 +1,72 @@
+"""`python -m benchmarks run` measures, `python -m benchmarks report` shows what was measured."""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+# Peers of other frameworks and large operands have to fit beside JAX.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
+
+
+def _commas(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    commands = top.add_subparsers(dest="command", required=True)
+
+    run = commands.add_parser("run", help="measure implementations on named shapes")
+    several: dict[str, Any] = dict(action="extend", type=_commas, metavar="NAME,...")
+    run.add_argument("--op", **several, help="attention, grouped_matmul; default: both")
+    run.add_argument(
+        "--impl",
+        **several,
+        help="names or library:variant; `ours` (the default) is all of ours that run here, `dense`"
+        " one dense product of the same FLOPs",
+    )
+    run.add_argument("--set", **several, help="named sets of shapes; see --list")
+    run.add_argument("--direction", **several, help="fwd, bwd, fwdbwd, dlhs, drhs; default: all")
+    run.add_argument("--case", metavar="REGEX", default="", help="only cases that this finds")
+    run.add_argument("--dtype", help="in place of that of the shapes")
+    run.add_argument("--out", type=Path, metavar="FILE", help="where rows are appended")
+    run.add_argument(
+        "--budget-ms", type=float, default=150.0, help="of repeats, for each measurement"
+    )
+    run.add_argument(
+        "--limit-s", type=float, default=float("inf"), help="begin nothing after this time"
+    )
+    run.add_argument("--compile-workers", type=int, default=1, metavar="N", help="threads")
+    run.add_argument(
+        "--compile-ahead", type=int, default=1, metavar="N", help="cases to compile at a time"
+    )
+    run.add_argument("--list", action="store_true", help="print the cases and stop")
+
+    report = commands.add_parser("report", help="print tables, draw plots, rewrite the documents")
+    report.add_argument("files", nargs="*", type=Path, metavar="FILE", help="default: all results")
+    report.add_argument("--check", action="store_true", help="exit 1 where documents are outdated")
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parser().parse_args(argv)
+    if args.command == "report":
+        from benchmarks import report
+
+        report.main(args.files, check=args.check)
+        return 0
+    from benchmarks import run
+
+    try:
+        return run.run(args)
+    except run.UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,319 @@
+"""The harness: what a run writes, and what becomes of implementations that don't work."""
+
+import itertools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from benchmarks import __main__, operations, peers, run, selection, shapes, tables
+from pallas_ops import timing
+
+ROOT = Path(__file__).parents[2]
+KEYS = ["op", "direction", "implementation", "case", "set"]
+KEYS += ["ms", "ms_spread", "tflops", "compile_s", "temp_bytes", "timer", "flops", "bytes"]
+KEYS += ["peak_tflops", "peak_gbps", "device", "jax", "driver", "commit", "date", "error"]
+ATTENTION = "b2 t33 n4/2 h16 causal float32"
+GROUPED = "m60 k16 n24 g4 tail float32"
+
+
+def command(*args):
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-m", "benchmarks", *args],
+        cwd=ROOT,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "BENCHMARK_COMMIT": "abc1234"},
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_run_from_the_command_line(tmp_path):
+    out = tmp_path / "new" / "rows.json"
+    cases = f"^({re.escape(ATTENTION)}|{re.escape(GROUPED)})$"
+    names = "ours,jax.nn:xla,cudnn,lax,dense,torch:grouped_mm"
+    done = command(
+        *("run", "--set", "tiny", "--impl", names, "--case", cases, "--out", str(out)),
+        *("--budget-ms", "1", "--compile-workers", "2"),
+    )
+    assert done.returncode == 0, done.stderr
+    found = rows(out)
+    for row in found:
+        shape = next(s for s in shapes.SETS["tiny"] if s.case == row["case"])
+        assert set(row) == set(KEYS) | set(shape.fields())
+        assert {**row, **shape.fields()} == row
+        assert row["flops"] == shape.flops(row["direction"])
+        assert row["bytes"] == shape.bytes(row["direction"])
+        assert row["set"] == "tiny" and row["jax"] == jax.__version__ and row["driver"] is None
+        assert row["commit"] and re.fullmatch(r"\d{4}-\d\d-\d\d", row["date"])
+        assert row["peak_tflops"] > 0 and row["peak_gbps"] > 0 and "cores" in row["device"]
+    measured = {(r["op"], r["implementation"], r["direction"]): r for r in found}
+    assert len(measured) == len(found) == 3 * 3 + 4 * 5
+    for (_, name, _), row in measured.items():
+        if name in ("jax.nn:cudnn", "torch:grouped_mm"):
+            assert row["error"].startswith("not installed: ") and row["ms"] is None
+            continue
+        assert row["error"] is None and row["timer"] == "wall"
+        assert row["ms"] > 0 and row["ms_spread"] >= 0 and row["compile_s"] > 0
+        assert row["tflops"] == pytest.approx(row["flops"] / row["ms"] / 1e9, rel=1e-4)
+        assert row["temp_bytes"] >= 0
+    ours = {d: measured["attention", "xla", d] for d in shapes.FORWARD_AND}
+    assert ours["fwdbwd"]["compile_s"] > ours["bwd"]["compile_s"]
+    assert len(tables.read([out])) == len(found)
+    assert done.stdout.count("\n") == 1 + len(found)
+    assert "100%" in done.stderr
+
+
+def test_list():
+    done = command(
+        "run", "--set", "fa3", "--set", "decode", "--case", "t512 .*causal|m512", "--list"
+    )
+    assert done.stdout.splitlines() == [
+        "fa3\tattention\tb32 t512 n32 h64 causal bfloat16",
+        "fa3\tattention\tb32 t512 n16 h128 causal bfloat16",
+        "fa3\tattention\tb32 t512 n8 h256 causal bfloat16",
+        "decode\tgrouped_matmul\tqwen3_30b_up m512 k2048 n1536 g128 dirichlet bfloat16",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--set", "no"], "no set no; there are fa3"),
+        ([], "--set names one or more of"),
+        (["--set", "tiny"], "--out FILE"),
+        (["--set", "tiny", "--op", "x"], "no operation x; there are attention, grouped_matmul"),
+        (["--set", "tiny", "--impl", "x", "--out", "x"], "no implementation x; there are ours"),
+        (["--set", "tiny", "--direction", "up", "--out", "x"], "no direction up; there are fwd"),
+        (["--set", "tiny", "--case", "nothing"], "no case is left"),
+    ],
+)
+def test_what_does_not_exist(capsys, args, message):
+    assert __main__.main(["run", *args]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_sets_that_gather_others_name_the_part():
+    args = __main__.parser().parse_args(["run", "--set", "attention,gqa", "--dtype", "float16"])
+    cases = selection.cases(args)
+    assert [s for _, s in cases if s.op != "attention" or s.dtype != "float16"] == []
+    assert {name for name, _ in cases} == set(shapes.GATHERED["attention"])
+    assert len(cases) == len(shapes.SETS["attention"])
+
+
+@pytest.fixture
+def bench(monkeypatch, tmp_path):
+    """bench(op, {name: loader}, *args): rows of one tiny case, with peers made up."""
+    monkeypatch.setattr(timing, "ceilings", lambda: (1.0, 1.0))
+    monkeypatch.setattr(timing, "rotation", lambda size: 2)
+    out = tmp_path / "rows.json"
+
+    def call(op, loaders, *args):
+        table = "ATTENTION" if op == "attention" else "GROUPED"
+        monkeypatch.setattr(peers, table, loaders)
+        monkeypatch.setattr(peers, "ALIASES", {})
+        case = ATTENTION if op == "attention" else GROUPED
+        case = ["--set", "tiny", "--op", op, "--case", f"^{re.escape(case)}$", "--budget-ms", "1"]
+        names = ["--impl", ",".join(loaders)] if loaders else []
+        status = __main__.main(["run", *case, *names, "--out", str(out), *args])
+        found = rows(out) if out.exists() else []
+        return status, {(r["implementation"], r["direction"]): r for r in found}
+
+    return call
+
+
+def _attention(change):
+    """jax.nn's attention with a fault."""
+
+    def attend(operands, shape):
+        qkv = [operands[name] for name in ("query", "key", "value")]
+        return change(jax.nn.dot_product_attention, *qkv)
+
+    return lambda: attend
+
+
+def _raises(error):
+    def f(*args):
+        raise error
+
+    return f
+
+
+@jax.custom_vjp
+def _no_gradient(x):
+    return x
+
+
+_no_gradient.defvjp(lambda x: (x, None), _raises(NotImplementedError("no backward here")))
+
+
+def test_faults_become_rows(bench, capsys):
+    causal = dict(is_causal=True)
+    loaders = {
+        "peer:right": _attention(lambda f, q, k, v: f(q, k, v, **causal)),
+        "peer:scale": _attention(lambda f, q, k, v: f(q, k, v, scale=1 / 16, **causal)),
+        "peer:mask": _attention(lambda f, q, k, v: f(q, k, v)),
+        "peer:nan": _attention(lambda f, q, k, v: f(q, k, v, **causal) + jnp.nan),
+        "peer:forward": _attention(lambda f, q, k, v: _no_gradient(f(q, k, v, **causal))),
+        "peer:value": _attention(_raises(ValueError("head dim\n of 16"))),
+        "peer:memory": _attention(_raises(RuntimeError("RESOURCE_EXHAUSTED: 9 GiB"))),
+        "peer:bug": _attention(_raises(KeyError("x"))),
+        "peer:absent": _raises(ImportError("library is not installed")),
+    }
+    status, found = bench("attention", loaders)
+    assert status == 0 and len(found) == len(loaders) * 3
+    for (name, direction), row in found.items():
+        expected = {
+            "peer:scale": "wrong: ",
+            "peer:mask": "wrong: ",
+            "peer:nan": "wrong: out is not finite" if direction != "bwd" else None,
+            "peer:forward": "refused: no backward here" if direction != "fwd" else None,
+            "peer:value": "refused: head dim of 16",
+            "peer:memory": "out of memory: RESOURCE_EXHAUSTED: 9 GiB",
+            "peer:bug": "failed: KeyError: 'x'",
+            "peer:absent": "not installed: library is not installed",
+        }.get(name)
+        if expected is None:
+            assert row["error"] is None and row["ms"] > 0
+        else:
+            assert row["error"].startswith(expected), row["error"]
+            assert row["ms"] is row["ms_spread"] is row["tflops"] is None
+    wrong = found["peer:mask", "bwd"]
+    assert re.search(r"largest error [\d.e+-]+, root mean square .*; allowed ", wrong["error"])
+    assert wrong["compile_s"] > 0 and wrong["temp_bytes"] > 0
+    assert "wrong: out is not finite" in capsys.readouterr().out
+
+
+def test_a_group_without_gradient_is_wrong(bench):
+    def zero_first(products):
+        def drhs(lhs, ct, group_sizes):
+            return products.drhs(lhs, ct, group_sizes).at[jnp.argmax(group_sizes)].set(0)
+
+        return lambda: products._replace(drhs=drhs)
+
+    peer = zero_first(operations.by_vjp(jax.lax.ragged_dot))
+    _, found = bench("grouped_matmul", {"peer:zero": peer}, "--direction", "fwd,dlhs,drhs,fwdbwd")
+    assert [d for (_, d), r in found.items() if r["error"] is None] == ["fwd", "dlhs"]
+    assert found["peer:zero", "drhs"]["error"].startswith("wrong: drhs of group ")
+
+
+def test_a_value_error_of_ours_is_a_failure():
+    assert run._reason(ValueError("x"), ours=True) == "failed: ValueError: x"
+    assert run._reason(ValueError("x"), ours=False) == "refused: x"
+    assert run._reason(NotImplementedError(), ours=True) == "refused: NotImplementedError"
+
+
+def test_what_this_platform_lacks_is_refused(bench):
+    _, found = bench("attention", {}, "--impl", "mosaic_gpu", "--direction", "fwd")
+    (row,) = found.values()
+    assert row["error"].startswith("refused: flash_attention: ")
+
+
+def test_ours_is_what_runs_here():
+    args = __main__.parser().parse_args(["run", "--set", "tiny", "--impl", "ours,reference"])
+    assert list(selection.loaders(args, "attention")) == ["xla", "reference"]
+
+
+def test_rows_survive_what_ends_the_run(bench, monkeypatch, tmp_path):
+    times = iter([timing.Timing(1.0, 0.1, "wall", 5)])
+
+    def measure(*args, **kwargs):
+        try:
+            return next(times)
+        except StopIteration:
+            raise KeyboardInterrupt from None
+
+    monkeypatch.setattr(timing, "measure", measure)
+    right = _attention(lambda f, q, k, v: f(q, k, v, is_causal=True))
+    with pytest.raises(KeyboardInterrupt):
+        bench("attention", {"peer:right": right})
+    (row,) = rows(tmp_path / "rows.json")
+    assert row["ms"] == 1.0 and row["ms_spread"] == 0.1 and row["direction"] == "fwd"
+
+
+def test_the_run_stops_where_the_device_is_lost(bench, monkeypatch, capsys):
+    fault = RuntimeError("CUDA_ERROR_ILLEGAL_ADDRESS")
+    monkeypatch.setattr(timing, "measure", _raises(fault))
+    right = _attention(lambda f, q, k, v: f(q, k, v, is_causal=True))
+    status, found = bench("attention", {"peer:right": right})
+    assert status == 0 and len(found) == 3  # the device answers: only this call failed
+    monkeypatch.setattr(run.jax, "block_until_ready", _raises(fault))
+    status, found = bench("attention", {"peer:other": right})
+    assert status == 1 and len(found) == 3 + 1
+    assert "the device fails since" in capsys.readouterr().err
+
+
+def test_no_time(bench, capsys):
+    right = _attention(lambda f, q, k, v: f(q, k, v, is_causal=True))
+    status, found = bench("attention", {"peer:right": right}, "--limit-s", "0")
+    assert status == 0 and not found
+    assert f"stopped after 0 s, before {ATTENTION}" in capsys.readouterr().err
+
+
+def test_time_that_ends_between_two_measurements(bench, monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(run.time, "monotonic", lambda: now[0])
+
+    def measure(*args, **kwargs):
+        now[0] = 11.0
+        return timing.Timing(1.0, 0.1, "wall", 5)
+
+    monkeypatch.setattr(timing, "measure", measure)
+    right = _attention(lambda f, q, k, v: f(q, k, v, is_causal=True))
+    status, found = bench("attention", {"peer:right": right}, "--limit-s", "10")
+    assert status == 0 and list(found) == [("peer:right", "fwd")]
+    assert f"before {ATTENTION}, peer:right, bwd" in capsys.readouterr().err
+
+
+def test_programs_are_compiled_once_for_all_distributions(bench, monkeypatch):
+    compiled = []
+    compile_ = operations._compile
+    monkeypatch.setattr(
+        operations, "_compile", lambda f, *args: compiled.append(f) or compile_(f, *args)
+    )
+    bench("grouped_matmul", {}, "--case", "(uniform|zipf) float32", "--direction", "fwd")
+    assert len(compiled) == 1
+
+
+def test_residuals_that_are_operands_or_the_output_are_not_copied():
+    shape = next(s for s in shapes.SETS["tiny"] if s.case == ATTENTION)
+    made = operations.of(shape).compile(operations.our_attention("xla"), ["residuals", "backward"])
+    operands = operations.of(shape).operands(0)
+    del operands["cotangent"]
+    out, lse = made["residuals"].run(operands)
+    assert out.shape == operands["query"].shape and lse.shape == out.shape[:-1]
+    leaves = made["linear"].leaves(operands, [out, lse])
+    assert {id(x) for x in leaves} == {id(x) for x in (*operands.values(), out, lse)}
+    assert made["linear"].kept_bytes == lse.nbytes
+
+
+def test_torch_rows_get_the_ceilings_of_the_run(bench, monkeypatch):
+    """A second process that measures one direction and dies of the next."""
+
+    def process(command, **kwargs):
+        paths = dict(itertools.pairwise(command))
+        (case,) = rows(paths["--cases"])
+        assert case["implementations"] == ["torch:grouped_mm"]
+        row = dict(case=case["case"], implementation="torch:grouped_mm", direction="fwd")
+        row |= dict(ms=2.0, ms_spread=0.5, tflops=3.0, compile_s=0.1, temp_bytes=0, timer="cupti")
+        row |= dict(jax="torch 2.11.0", error=None, peak_tflops=None)
+        paths["--out"].write_text(json.dumps(row) + "\n")
+        return subprocess.CompletedProcess(command, -11)
+
+    monkeypatch.setattr(run.subprocess, "run", process)
+    monkeypatch.setattr(run, "_command", lambda *command: None)
+    options = ["--impl", "torch:grouped_mm", "--direction", "fwd,drhs"]
+    _, found = bench("grouped_matmul", {}, *options)
+    row = found["torch:grouped_mm", "fwd"]
+    assert row["ms"] == 2.0 and row["jax"] == "torch 2.11.0" and row["peak_tflops"] == 1.0
+    assert found["torch:grouped_mm", "drhs"]["error"].startswith("failed: the process of PyTorch")
