@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend import core
 
 import pallas_ops
 from benchmarks import check
@@ -19,7 +18,7 @@ _GRADIENTS = ("query", "key", "value")
 
 
 class Program(NamedTuple):
-    run: Callable[..., Any]
+    run: Any
     compile_s: float
     temp_bytes: int | None
 
@@ -93,64 +92,8 @@ def _compile(f: Callable, *args) -> Program:
     )
 
 
-def _bytes(arrays: Any) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
-
-
 def _most(temp_bytes: Sequence[int | None]) -> int | None:
     return None if None in temp_bytes else max(x or 0 for x in temp_bytes)
-
-
-class _Linear:
-    """A differentiable function as a forward that keeps what its backward reads, and that backward.
-
-    jit would copy each residual that is an operand, and the output where it is one: these are left
-    out of the program's results and put back afterwards.
-    """
-
-    def __init__(self, f: Callable[[Arrays], jax.Array], operands: Mapping[str, Any]):
-        started = time.perf_counter()
-        tree: Any = None
-
-        def both(operands):
-            nonlocal tree
-            rest = {n: x for n, x in operands.items() if n not in _GRADIENTS}
-            out, pull = jax.vjp(
-                lambda *x: f({**dict(zip(_GRADIENTS, x)), **rest}),
-                *(operands[n] for n in _GRADIENTS),
-            )
-            leaves, tree = jax.tree.flatten(pull)
-            return [out, *leaves]
-
-        closed, self.residuals = jax.make_jaxpr(both, return_shape=True)(operands)
-        self.tree, jaxpr = tree, closed.jaxpr
-        place = {id(v): i for i, v in enumerate(jaxpr.invars)}
-        self.kept, self.places = [], []
-        for i, v in enumerate(jaxpr.outvars):
-            at = place.setdefault(id(v), len(jaxpr.invars) + len(self.kept))
-            if at == len(jaxpr.invars) + len(self.kept):
-                self.kept.append(i)
-            self.places.append(at)
-        self.function = core.jaxpr_as_fun(closed)
-        self.trace_s = time.perf_counter() - started
-
-    def forward(self, operands: Arrays) -> list[jax.Array]:
-        """The output, and what else has to be kept."""
-        results = self.function(*jax.tree.leaves(operands))
-        return [results[i] for i in self.kept]
-
-    def leaves(self, operands: Arrays, kept: Sequence[jax.Array]) -> list[jax.Array]:
-        """What backward takes."""
-        values = [*jax.tree.leaves(operands), *kept]
-        return [values[i] for i in self.places[1:]]
-
-    def backward(self, leaves: Sequence[jax.Array], ct: jax.Array):
-        return jax.tree.unflatten(self.tree, leaves)(ct)
-
-    @property
-    def kept_bytes(self) -> int:
-        """Of residuals that are neither operands nor the output."""
-        return _bytes([self.residuals[i] for i in self.kept[1:]])
 
 
 def attempt(f: Callable[[], Any]) -> Any:
@@ -179,7 +122,7 @@ def _types(dims, dtype: str) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Attention:
-    """Programs: forward, residuals (the forward that keeps them) and backward."""
+    """Programs: forward, residuals (the forward that keeps them), backward, and both in one."""
 
     shape: AttentionShape
 
@@ -190,7 +133,9 @@ class Attention:
 
     @staticmethod
     def programs(direction: str) -> tuple[str, ...]:
-        return ("forward",) if direction == "fwd" else ("residuals", "backward")
+        return {"fwd": ("forward",), "bwd": ("residuals", "backward"), "fwdbwd": ("both",)}[
+            direction
+        ]
 
     @property
     def _dims(self):
@@ -219,24 +164,31 @@ class Attention:
         def attend(operands):
             return implementation(operands, self.shape)
 
+        def residuals(operands):
+            rest = {n: x for n, x in operands.items() if n not in _GRADIENTS}
+            of_gradients = lambda *x: attend({**dict(zip(_GRADIENTS, x)), **rest})
+            return jax.vjp(of_gradients, *(operands[n] for n in _GRADIENTS))
+
+        def both(operands, ct):
+            out, pull = residuals(operands)
+            return out, pull(ct)
+
         operands = _types(self._dims, self.shape.dtype) | self.shape.arrays()
         ct = operands.pop("cotangent")
         made = {}
         if "forward" in programs:
             made["forward"] = attempt(lambda: _compile(attend, operands))
-        if "backward" in programs:
-            linear = made["linear"] = attempt(lambda: _Linear(attend, operands))
-            if isinstance(linear, _Linear):
-                made["residuals"] = attempt(lambda: _compile(linear.forward, operands))
-                leaves = linear.residuals[1:]
-                made["backward"] = attempt(lambda: _compile(linear.backward, leaves, ct))
-            else:
-                made["residuals"] = made["backward"] = linear
+        if "both" in programs:
+            made["both"] = attempt(lambda: _compile(both, operands, ct))
+        if "residuals" in programs:
+            kept = made["residuals"] = attempt(lambda: _compile(residuals, operands))
+            made["backward"] = kept
+            if isinstance(kept, Program):
+                pull = kept.run.out_info[1]
+                made["backward"] = attempt(lambda: _compile(lambda p, ct: p(ct), pull, ct))
         return made
 
     def call(self, made: Mapping[str, Any], direction: str) -> Call:
-        linear: Any = made.get("linear")
-
         def inputs(operands):
             return {n: x for n, x in operands.items() if n != "cotangent"}
 
@@ -248,29 +200,20 @@ class Attention:
                 lambda out: {"out": out},
                 *forward[1:],
             )
-        residuals, backward = made["residuals"], made["backward"]
-        if direction == "bwd":
+        if direction == "fwdbwd":
+            both = made["both"]
             return Call(
-                backward.run,
-                lambda operands: (
-                    linear.leaves(inputs(operands), residuals.run(inputs(operands))),
-                    operands["cotangent"],
-                ),
-                lambda gradients: dict(zip(_GRADIENTS, gradients)),
-                *backward[1:],
+                both.run,
+                lambda operands: (inputs(operands), operands["cotangent"]),
+                lambda results: {"out": results[0], **dict(zip(_GRADIENTS, results[1]))},
+                *both[1:],
             )
-
-        def both(operands, ct):
-            kept = residuals.run(operands)
-            return kept[0], backward.run(linear.leaves(operands, kept), ct)
-
-        temp_bytes = _most([residuals.temp_bytes, backward.temp_bytes])
+        residuals, backward = made["residuals"], made["backward"]
         return Call(
-            both,
-            lambda operands: (inputs(operands), operands["cotangent"]),
-            lambda results: {"out": results[0], **dict(zip(_GRADIENTS, results[1]))},
-            linear.trace_s + residuals.compile_s + backward.compile_s,
-            temp_bytes if temp_bytes is None else temp_bytes + linear.kept_bytes,
+            backward.run,
+            lambda operands: (residuals.run(inputs(operands))[1], operands["cotangent"]),
+            lambda gradients: dict(zip(_GRADIENTS, gradients)),
+            *backward[1:],
         )
 
 

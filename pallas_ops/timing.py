@@ -2,7 +2,8 @@
 
 On a GPU calls are queued one after another under the profiler (CUPTI); the time of one is the span
 from the start of its first kernel, copy or fill to the end of its last. That leaves out what the
-host does before a call and keeps the gaps within it. On a CPU it is the wall time of a call.
+host does before a call and keeps the gaps within it. On a CPU, and for calls of over 10 ms, it is
+the wall time of a call.
 """
 
 import functools
@@ -24,13 +25,15 @@ _FEWEST_CALLS, _MOST_CALLS = 5, 200
 # A card that was idle runs faster than its power limit lets it run on: an H200 did 817 TFLOP/s of
 # bfloat16 products for 50 ms and 690 from then on.
 _WARM_UP_MS = 100.0
+# Of a longer call the host's part is below a hundredth, and its events may be a million.
+_LONG_MS = 10.0
 
 
 class Timing(NamedTuple):
     """`ms` is the median over `calls`, `spread_ms` the distance between their quartiles.
 
     `timer` is "cupti" (spans on the device), "queued" (wall time of queued calls over their number,
-    where the profiler sees nothing) or "wall" (wall time of each call).
+    where the profiler sees nothing) or "wall" (wall time of each call: on a CPU, or a long one).
     """
 
     ms: float
@@ -78,6 +81,9 @@ def on_device(
     for call in calls[:2]:  # the second call meets no allocation
         queued_ms([call])
     once_ms = queued_ms(calls[-1:])
+    if once_ms > _LONG_MS:
+        count = _count(budget_ms, once_ms)
+        return _timing([queued_ms([calls[i % len(calls)]]) for i in range(count)], "wall")
     rotated = lambda count: [calls[i % len(calls)] for i in range(count)]
     queued_ms(rotated(min(math.ceil(_WARM_UP_MS / once_ms), 10 * _MOST_CALLS)))
     order = rotated(_count(budget_ms, once_ms))

@@ -66,14 +66,20 @@ def fake_gpu(monkeypatch, events_per_call):
 
 def test_measure_on_a_gpu_reads_spans(monkeypatch):
     fake_gpu(monkeypatch, events_per_call=3)
-    result = timing.measure(lambda: time.sleep(0.01), [()], budget_ms=100)
+    result = timing.measure(lambda: time.sleep(0.002), [()], budget_ms=100)
     assert (result.ms, result.spread_ms, result.timer) == (2.0, 0.0, "cupti")
 
 
 def test_measure_on_a_gpu_without_a_profiler_queues(monkeypatch):
     fake_gpu(monkeypatch, events_per_call=0)
-    result = timing.measure(lambda: time.sleep(0.01), [()], budget_ms=100)
-    assert result.timer == "queued" and result.calls == 5 and result.ms >= 10
+    result = timing.measure(lambda: time.sleep(0.002), [()], budget_ms=100)
+    assert result.timer == "queued" and result.calls == 5 and result.ms >= 2
+
+
+def test_measure_on_a_gpu_takes_the_wall_time_of_long_calls(monkeypatch):
+    fake_gpu(monkeypatch, events_per_call=3)
+    result = timing.measure(lambda: time.sleep(0.02), [()], budget_ms=1)
+    assert result.timer == "wall" and result.calls == 5 and result.ms >= 20
 
 
 def test_device_events_are_those_of_the_streams(monkeypatch, tmp_path):
