@@ -201,12 +201,14 @@ class _Runner:
             self._in_time(chunk[0][1].case)
             parts = [(c, operation, names) for c in chunk for operation, names in self._parts(c[1])]
             self._prepare([(operation, names) for _, operation, names in parts])
-            for (set_name, shape), operation, names in parts:
+            for i, ((set_name, shape), operation, names) in enumerate(parts):
                 for direction, name, result in self._results(operation, names):
                     self.write(set_name, shape, direction, name, result)
                     self.bar.update()
                     if self.lost is not None:
                         raise _DeviceLostError(self.lost)
+                if all(later != operation for _, later, _ in parts[i + 1 :]):
+                    del self.references[operation]  # its operands may be large
 
     def _parts(self, shape: Shape) -> list[tuple[Any, list[str]]]:
         """What there is to measure for a case: operations and names of implementations."""
@@ -255,13 +257,13 @@ class _Runner:
 
         with concurrent.futures.ThreadPoolExecutor(self.args.compile_workers) as pool:
             jobs = [pool.submit(build, key, operation) for key, operation in missing.items()]
-            jobs += [pool.submit(exact, operation) for operation, _ in parts]
+            jobs += [pool.submit(exact, operation) for operation in dict(parts)]
             for job in jobs:
                 job.result()
 
     def _results(self, operation, names: Sequence[str]) -> Iterator[tuple[str, str, Row]]:
         directions = selection.directions(self.args, operation.shape)
-        reference = self.references.pop(operation)
+        reference = self.references[operation]
         if isinstance(reference, Exception):
             self._check_device(reference, f"{operation.shape.case}, reference")
             reason = _reason(reference, ours=True)
