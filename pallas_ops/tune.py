@@ -85,7 +85,8 @@ def tune(
     """
     device = jax.devices()[0]
     platform = "cuda" if chip or device.platform == "gpu" else device.platform
-    outcomes = [_candidates(call) for call in calls_of(f, *args, platform=platform)]
+    kind = compile_report.CHIPS[chip].device_kind if chip else device.device_kind
+    outcomes = [_candidates(call, kind) for call in calls_of(f, *args, platform=platform)]
     chip = chip or compile_report.chip_of(device.device_kind)
     _drop_uncompilable(outcomes, chip, progress)
     if platform == "cuda" and device.platform != "gpu":
@@ -138,10 +139,10 @@ def _entry(call: tuning.Call) -> tuple[dispatch.Implementation, tuning.Tunable]:
     return entry, entry.tunable
 
 
-def _candidates(call: tuning.Call) -> Outcome:
+def _candidates(call: tuning.Call, device_kind: str) -> Outcome:
     entry, tunable = _entry(call)
     params = dict(call.params)
-    configs = [tunable.heuristic(*call.avals, **params)]
+    configs = [tunable.heuristic(device_kind, *call.avals, **params)]
     configs += tunable.candidates(*call.avals, **params)
     fits = lambda c: entry.refuse(*call.avals, config=c, **params) is None
     trials = [Trial(c) for c in dict.fromkeys(configs) if fits(c)]

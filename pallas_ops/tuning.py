@@ -34,8 +34,8 @@ class Tunable:
     """What can be tuned in an implementation, by functions of `(*avals, **params)` of a call.
 
     `config_type` is a frozen dataclass of ints, bools, strings and None. Calls of equal `key`, a
-    dict that JSON can hold, share a config. `heuristic` gives a config that fits, `candidates`
-    those worth trying.
+    dict that JSON can hold, share a config. `candidates` are those worth trying; `heuristic`, which
+    takes the kind of device first (None: unknown), gives one that fits.
     """
 
     config_type: type
@@ -141,7 +141,7 @@ def lookup(
                 source = name
                 break
     if config is None:
-        config = tunable.heuristic(*call.avals, **params)
+        config = tunable.heuristic(device_kind, *call.avals, **params)
     logger.debug("%s, %s: %s from the %s", call.operation, call.implementation, config, source)
     return config
 

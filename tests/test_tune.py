@@ -67,7 +67,7 @@ def sleeper(monkeypatch):
             Delay(-1),
             Delay(9.0),
         ],
-        heuristic=lambda *avals, **params: Delay(0.01),
+        heuristic=lambda kind, *avals, **params: Delay(0.01),
     )
     monkeypatch.setattr(flash_attention_fwd, "implementations", {})
     flash_attention_fwd.register(
@@ -259,6 +259,6 @@ def test_inputs_are_usable(rng):
         operands = operation.inputs(0, *call.avals, **dict(call.params))
         assert [(x.shape, x.dtype) for x in operands] == [(a.shape, a.dtype) for a in call.avals]
         heuristic = operation.implementations["xla"].tunable.heuristic
-        config = heuristic(*call.avals, **dict(call.params))
+        config = heuristic("cpu", *call.avals, **dict(call.params))
         for result in tune.program(call, config)(*operands):
             assert np.isfinite(result).all() and np.any(result)

@@ -80,7 +80,7 @@ def stored(arrays, config, device="cpu"):
 
 def test_heuristic_without_anything_else(ran, arrays):
     attend(*arrays)
-    assert ran == [("flash_attention_fwd", chunked.heuristic(*arrays))]
+    assert ran == [("flash_attention_fwd", chunked.heuristic("cpu", *arrays))]
 
 
 def test_cache_comes_before_the_heuristic(ran, cache, arrays):
@@ -93,13 +93,13 @@ def test_cache_comes_before_the_heuristic(ran, cache, arrays):
     # Lengths up to a power of two share it, others and another kind of device don't.
     attend(*(x[:, :70] for x in arrays))
     attend(*(x[:, :64] for x in arrays))
-    assert [c for _, c in ran[1:]] == [config, chunked.heuristic(*arrays)]
+    assert [c for _, c in ran[1:]] == [config, chunked.heuristic("cpu", *arrays)]
 
 
 def test_cache_of_another_device_is_not_read(ran, cache, arrays):
     stored(arrays, chunked.Config(16, 48), device="NVIDIA H200")
     attend(*arrays)
-    assert ran[-1][1] == chunked.heuristic(*arrays)
+    assert ran[-1][1] == chunked.heuristic("cpu", *arrays)
 
 
 def test_context_comes_before_the_cache_and_a_call_before_the_context(ran, cache, arrays):
@@ -184,7 +184,7 @@ def kernels(monkeypatch):
             config_type,
             lambda *avals, **params: {"t": avals[0].shape[1]},
             candidates=lambda *avals, **params: [config_type(s) for s in (32, 64, 128)],
-            heuristic=lambda *avals, **params: config_type(48),
+            heuristic=lambda kind, *avals, **params: config_type(48),
         )
         monkeypatch.setattr(operation, "implementations", dict(operation.implementations))
         operation.register("triton", dispatch.Implementation(run, refuse=refuse, tunable=tunable))
@@ -243,7 +243,7 @@ def test_damaged_cache_is_reported_and_ignored(ran, cache, arrays, caplog, text,
     ran.clear()
     for scale in (0.1, 0.2):
         attend(*arrays, scale=scale)
-    assert [c for _, c in ran] == [chunked.heuristic(*arrays)] * 2
+    assert [c for _, c in ran] == [chunked.heuristic("cpu", *arrays)] * 2
     messages = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert len(messages) == 1 and str(path) in caplog.text and reason in caplog.text
     if reason != "another entry":
@@ -260,7 +260,7 @@ def test_cached_config_of_another_form_is_passed_over(ran, cache, arrays, caplog
     path.write_text(json.dumps(json.loads(path.read_text()) | {"config": config}))
     ran.clear()
     attend(*arrays)
-    assert ran[-1][1] == chunked.heuristic(*arrays)
+    assert ran[-1][1] == chunked.heuristic("cpu", *arrays)
     assert "passed over" in caplog.text
 
 
@@ -343,8 +343,9 @@ def test_shipped_table_is_used_on_its_device(monkeypatch, arrays):
     monkeypatch.setattr(tuning, "shipped_table", lambda kind: table if kind == "X" else {})
     found = tuning.lookup(call, entry.tunable, entry.refuse, "X")
     assert found == chunked.Config(32, 16)
-    assert tuning.lookup(call, entry.tunable, entry.refuse, "Y") == chunked.heuristic(*call.avals)
-    assert tuning.lookup(call, entry.tunable, entry.refuse, None) == chunked.heuristic(*call.avals)
+    for kind in ("Y", None):
+        heuristic = chunked.heuristic(kind, *call.avals)
+        assert tuning.lookup(call, entry.tunable, entry.refuse, kind) == heuristic
 
 
 @hypothesis.given(
@@ -391,9 +392,10 @@ def check_fit(operation, avals, f):
     for entry in operation.implementations.values():
         if entry.tunable is None or entry.refuse(*types, config=None, **params) is not None:
             continue
-        chosen = entry.tunable.heuristic(*types, **params)
-        assert type(chosen) is entry.tunable.config_type
-        assert entry.refuse(*types, config=chosen, **params) is None
+        for kind in (None, "cpu", "NVIDIA H200"):
+            chosen = entry.tunable.heuristic(kind, *types, **params)
+            assert type(chosen) is entry.tunable.config_type
+            assert entry.refuse(*types, config=chosen, **params) is None
         assert json.dumps(entry.tunable.key(*types, **params))
         tried = entry.tunable.candidates(*types, **params)
         assert all(type(c) is entry.tunable.config_type for c in tried)

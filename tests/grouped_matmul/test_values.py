@@ -70,7 +70,7 @@ def test_ragged_dot(p):
         return ragged_dot(
             lhs, rhs, np.asarray(p["sizes"], np.int32), group_offset=p["offset"], bias=bias,
             transpose_rhs=p["transpose_rhs"], activation=p["activation"],
-            config=Config(p["block_m"]),
+            config=p["block_m"] and Config(p["block_m"]),
         )  # fmt: skip
 
     @jax.jit
@@ -107,7 +107,7 @@ def test_contracting(p):
     def f(lhs, rhs, accumulate):
         return ragged_dot_contracting(
             lhs, rhs, np.asarray(p["sizes"], np.int32), group_offset=p["offset"], num_groups=groups,
-            accumulate=accumulate, config=Config(p["block_m"]),
+            accumulate=accumulate, config=p["block_m"] and Config(p["block_m"]),
         )  # fmt: skip
 
     @jax.jit
