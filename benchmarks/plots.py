@@ -1,4 +1,4 @@
-"""Bar charts of one device, operation, direction and set: the same bytes for the same rows."""
+"""Bar charts of one device, operation, direction, set and dtype: same bytes for the same rows."""
 
 import re
 import textwrap
@@ -29,6 +29,7 @@ LIBRARIES = {
     "torch": "#ff7f0e",
     "quack": "#8c564b",
 }
+KEYS = ("device", "op", "direction", "set", "dtype")  # what the rows of one chart share
 HATCHES = ("", "///", "...", "xxx", "\\\\\\")
 _CASES = 12  # in a row of the chart
 
@@ -57,21 +58,23 @@ def ceiling(row: Row) -> float | None:
 
 
 def file_name(row: Row) -> str:
-    words = " ".join(row[key] for key in ("device", "op", "direction", "set"))
+    words = " ".join(row[key] for key in KEYS)
     return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-") + ".png"
 
 
 def title(row: Row) -> str:
-    return ", ".join(row[key] for key in ("op", "direction", "set", "device"))
+    return ", ".join(row[key] for key in (*KEYS[1:], KEYS[0]))
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Writes the chart of rows of one device, operation, direction and set."""
+    """Writes the chart of rows that agree in `KEYS`."""
     with matplotlib.style.context("default"):
         canvas = FigureCanvasAgg(_figure(rows))
         canvas.draw()
-    # 64 colours make a third of the bytes, and Pillow writes neither date nor version.
-    image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB").quantize(64)
+    # 64 colours make a third of the bytes, this method keeps those of bars as they are, and Pillow
+    # writes neither date nor version.
+    image = Image.fromarray(np.asarray(canvas.buffer_rgba())).convert("RGB")
+    image = image.quantize(64, Image.Quantize.MAXCOVERAGE)
     path.parent.mkdir(parents=True, exist_ok=True)
     image.save(path, optimize=True)
 
@@ -84,7 +87,8 @@ def _figure(rows: Sequence[Row]) -> Figure:
         for name, some in columns(rows).items()
         if any(row["ms"] is not None or _wrong(row) for row in some)
     }
-    common = set.intersection(*(set(name.split()) for name in names)) if len(names) > 1 else set()
+    dtype = rows[0]["dtype"]
+    common = set.intersection(*(set(name.split()) for name in names)) if len(names) > 1 else {dtype}
     looks = styles(list(shown))
     panels = [names[i : i + _CASES] for i in range(0, len(names), _CASES)]
     figure = Figure(figsize=(11, 1 + 2.4 * len(panels)), dpi=110, layout="constrained")
@@ -112,7 +116,7 @@ def _figure(rows: Sequence[Row]) -> Figure:
         axis.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylim(bottom=0)  # of all, when all are drawn
     versions = sorted({version(row["jax"]) for row in rows if row["ms"] is not None})
-    both = " ".join(word for word in names[0].split() if word in common)
+    both = " ".join(word for word in names[0].split() if word in common - {dtype})
     subtitle = ", ".join([*versions, both]) if both else ", ".join(versions)
     axes[0].set_title(f"{title(rows[0])}\n{subtitle}", fontsize=9)
     handles: list[Any] = [

@@ -8,7 +8,7 @@ that a figure in the documents is always one that the repository holds.
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks import plots, tables
@@ -38,9 +38,10 @@ files in [benchmarks/results](../benchmarks/results). Experiments, with what the
 
 - **Time** is the device's. On a GPU (`cupti`) calls are queued one after another under the
   profiler, and one lasts from the start of its first kernel to the end of its last: gaps within a
-  call count, the host's work before it does not. `queued` is the wall time of queued calls over
-  their number, where the profiler sees nothing. On a CPU it is the wall time of each call (`wall`).
-  After a warm-up; the median of the repeats, and as spread the distance between their quartiles.
+  call count, the host's work before it does not. Calls of over 10 ms, and all on a CPU, are timed
+  one by one by the host (`wall`); `queued` is the host's time of queued calls over their number,
+  where the profiler sees nothing. After a warm-up of 100 ms, in which a GPU settles under its power
+  limit; the median of the repeats, and as spread the distance between their quartiles.
 - **Operands** are random normal numbers. As many sets of them are taken in turn as it needs for
   none to be found in the second-level cache.
 - **Values** are checked before anything is timed, against float64, on a sample of what a large case
@@ -59,7 +60,8 @@ files in [benchmarks/results](../benchmarks/results). Experiments, with what the
   each result written once. `dense` is one dense product of as many FLOPs as the case.
 - **Ratio** is the speed of the fastest of ours over that of the fastest peer with right values:
   below 1 ours is slower. Means are geometric, over the cases that have a ratio.
-- **Seconds to compile** and **temporary memory**, beside arguments and results, are the compiler's.
+- **Seconds to compile** and **temporary memory**, beside arguments and results, are the compiler's;
+  PyTorch's are its first call and the peak of its allocator.
 
 Attention is named by batch `b`, length `t` (`s` of the keys, if another), heads `n` (after a stroke
 those of the keys) and head dim `h` (after a stroke that of the values); a grouped matmul by rows
@@ -162,9 +164,9 @@ def _highlights(op: str, rows: Sequence[Row]) -> Iterator[str]:
             lines[-1] += [_fastest(of_direction, which) for which in ("ours", "peer")]
             lines[-1].append(number(tables.ratio(of_direction)))
     yield tables.table(header, lines)
-    forward = group([row for row in rows if row["direction"] == directions[0]], "set")
-    most = max(forward.values(), key=lambda some: sum(row["flops"] for row in some))
-    if any(row["ms"] is not None for row in most):
+    charts = _charts(row for row in rows if row["direction"] == directions[0]).values()
+    if charts:
+        most = max(charts, key=lambda some: sum(row["flops"] for row in some))
         yield _picture(most, "docs/plots/")
 
 
@@ -182,14 +184,16 @@ def _chosen(rows: Sequence[Row]) -> list[Row]:
 def _well_known(row: Row) -> bool:
     if row["op"] == "grouped_matmul":
         return row["distribution"] == "dirichlet"
-    plain = row["heads"] == row["kv_heads"] and row["head_dim"] == row["v_head_dim"]
-    plain = plain and row["window"] is None and row["documents"] is None and not row["lengths"]
-    return plain and row["head_dim"] in (64, 128, 256) and row["q_len"] in (4096, 16384)
+    same = row["heads"] == row["kv_heads"] and row["head_dim"] == row["v_head_dim"]
+    plain = same and row["window"] is None and row["documents"] is None and not row["lengths"]
+    known = row["head_dim"] in (64, 128, 256) and row["q_len"] in (4096, 16384)
+    return plain and known and row["dtype"] == "bfloat16"
 
 
 def _fastest(rows: Sequence[Row], which: str) -> str:
-    row = best(rows, which)
-    return f"{number(row['tflops'])} {row['implementation']}" if row else tables.DASH
+    if row := best(rows, which):
+        return f"{number(row['tflops'])} {row['implementation']}"
+    return tables.DASH if any(tables.kind(row) == which for row in rows) else "not measured"
 
 
 def _devices(rows: Sequence[Row]) -> list[tuple[tuple, list[Row]]]:
@@ -207,9 +211,9 @@ def _sections(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
                 yield f"{name}, {DIRECTIONS[direction]} (`{direction}`)", some
 
 
-def _charts(rows: Sequence[Row]) -> dict[str, list[Row]]:
+def _charts(rows: Iterable[Row]) -> dict[str, list[Row]]:
     """Rows of each plot by its file name."""
-    groups = group(rows, "device", "op", "direction", "set").values()
+    groups = group(rows, *plots.KEYS).values()
     timed = [some for some in groups if any(row["ms"] is not None for row in some)]
     return {plots.file_name(some[0]): some for some in timed}
 

@@ -49,7 +49,8 @@ def read(paths: Iterable[Path]) -> list[Row]:
     """Rows of both operations, the newest of each measurement; other programs' are left out.
 
     Of two rows of one device, operation, case, direction, implementation and JAX the later date
-    wins, then the later file. Each row names its file. Raises ValueError with file and line.
+    wins, then the later file. Each row names its file. They are sorted by the sizes of their cases,
+    in whatever order they were measured. Raises ValueError with file and line.
     """
     kept = {}
     for path in paths:
@@ -67,7 +68,15 @@ def read(paths: Iterable[Path]) -> list[Row]:
             key = tuple(row[name] for name in names)
             if key not in kept or row["date"] >= kept[key]["date"]:
                 kept[key] = {**row, "file": path.name}
-    return list(kept.values())
+    return sorted(kept.values(), key=_sizes)
+
+
+def _sizes(row: Row) -> tuple:
+    if row["op"] == "attention":
+        names = ("head_dim", "v_head_dim", "heads", "kv_heads", "causal", "q_len", "kv_len")
+    else:
+        names = ("g", "k", "n", "m")
+    return row["op"], row["dtype"], *(row[name] for name in names)
 
 
 def _fault(row: Any) -> str | None:
@@ -204,18 +213,18 @@ def provenance(rows: Sequence[Row]) -> str:
 
 
 def means(rows: Sequence[Row]) -> str:
-    """Geometric means of the ratio by operation and set, a column for each direction."""
+    """Geometric means of the ratio by operation, set and dtype, a column for each direction."""
     directions = [d for d in DIRECTIONS["grouped_matmul"] if any(r["direction"] == d for r in rows)]
     lines = []
-    for (op, name), some in group(rows, "op", "set").items():
+    for names, some in group(rows, "op", "set", "dtype").items():
         by_direction = group(some, "direction")
-        line = [op, name]
+        line = [*names]
         for direction in directions:
             mean, found, cases = mean_ratio(by_direction.get((direction,), []))
             of = f"{found}" if found == cases else f"{found} of {cases}"
             line.append(f"{number(mean)} ({of})" if cases else "")
         lines.append(line)
-    return table(["operation", "set", *directions], lines, left=2)
+    return table(["operation", "set", "dtype", *directions], lines, left=3)
 
 
 def section(rows: Sequence[Row], quote: Callable[[str], str] = str) -> str:

@@ -2,7 +2,9 @@
 
 import json
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from benchmarks import peers, plots, report, tables, torch_libraries
 
@@ -96,11 +98,10 @@ def test_refused_and_wrong(repository, capsys):
     assert cells(text, "set")[2:5] == ["mosaic_gpu", "jax.nn:cudnn", "tokamax:mosaic"]
     # No ratio where no peer, or none of ours, is right.
     tail = ["125 %", "25 %", "-"]
-    lines = [line for line in text.splitlines() if line.startswith("| fa3 ")]
-    assert cells(lines[0], "fa3")[2:] == ["1000", "- [1]", "wrong [2]", *tail]
-    assert cells(lines[1], "fa3")[2:] == ["wrong [2]", "- [1]", "667", "-", "-", "-"]
-    assert text.count(f"- [1] {refused} (jax.nn:cudnn)\n") == 1
-    assert text.count(f"- [2] {wrong} (tokamax:mosaic, mosaic_gpu)\n") == 1
+    assert cells(text, "b4 t512")[2:] == ["wrong [1]", "- [2]", "667", "-", "-", "-"]
+    assert cells(text, "b4 t4096")[2:] == ["1000", "- [2]", "wrong [1]", *tail]
+    assert text.count(f"- [1] {wrong} (mosaic_gpu, tokamax:mosaic)\n") == 1
+    assert text.count(f"- [2] {refused} (jax.nn:cudnn)\n") == 1
     assert f"- flash-attn-4:fwd: {absent}\n" in text
     document = (repository.root / "docs/benchmarks.md").read_text()
     assert "](y)" not in document and "`make nothing`" not in document
@@ -121,8 +122,20 @@ def test_ratio_and_geometric_mean():
     by_case = [tables.ratio(some) for some in tables.group(rows, "case").values()]
     assert by_case == [2.0, 0.125, None]
     assert tables.mean_ratio(rows) == (pytest.approx(0.5, rel=1e-12), 2, 3)
-    assert cells(tables.means([*rows, grouped()]), "attention")[2:] == ["0.500 (2 of 3)"]
-    assert cells(tables.means([*rows, grouped()]), "grouped")[1:] == ["moe", "- (0 of 1)"]
+    half = attention("tokamax:mosaic", dtype="float16")
+    lines = tables.means([*rows, half, grouped()]).splitlines()[2:]
+    found = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    assert found == [
+        ["attention", "fa3", "bfloat16", "0.500 (2 of 3)"],
+        ["attention", "fa3", "float16", "- (0 of 1)"],
+        ["grouped_matmul", "moe", "bfloat16", "- (0 of 1)"],
+    ]
+
+
+def test_cases_are_sorted_by_size(repository):
+    sizes = [(128, 16384), (64, 512), (128, 512), (64, 16384)]
+    path = repository("a.json", *(attention(case=f"h{h} t{t}", t=t, head_dim=h) for h, t in sizes))
+    assert [row["case"] for row in tables.read([path])] == [f"h{h} t{t}" for h, t in sorted(sizes)]
 
 
 def test_newest_row_wins(repository):
@@ -248,7 +261,7 @@ def test_readme_shows_known_cases_and_the_heaviest_of_other_sets(repository):
     text = (repository.root / "README.md").read_text()
     assert "heavy" in text and "t4096 n16" in text and "t16384 n16" in text
     assert "light" not in text and "t512" not in text
-    assert text.count("![") == 1 and "docs/plots/nvidia-h200-attention-fwd-fa3.png" in text
+    assert text.count("![") == 1 and "docs/plots/nvidia-h200-attention-fwd-fa3-bfloat16.png" in text
 
 
 def test_check(repository):
@@ -281,13 +294,18 @@ def test_plots(repository):
     )
     report.main([], root=repository.root)
     folder = repository.root / "docs/plots"
-    names = ["nvidia-h200-attention-fwd-fa3.png", "some-cpu-2-cores-grouped-matmul-fwd-moe.png"]
+    names = [
+        "nvidia-h200-attention-fwd-fa3-bfloat16.png",
+        "some-cpu-2-cores-grouped-matmul-fwd-moe-bfloat16.png",
+    ]
     assert sorted(p.name for p in folder.iterdir()) == names
     document = (repository.root / "docs/benchmarks.md").read_text()
     for name in names:
         data = (folder / name).read_bytes()
         assert data.startswith(b"\x89PNG\r\n\x1a\n") and len(data) < 100_000
         assert b"tEXt" not in data and b"tIME" not in data
+        pixels = np.asarray(Image.open(folder / name).convert("RGB"))
+        assert (pixels == list(bytes.fromhex(plots.OURS[1:]))).all(-1).any()
         assert f"](plots/{name})" in document
     path.write_text("")
     report.main([], root=repository.root)
