@@ -6,6 +6,10 @@ import types
 # results) by which checkify looks at the values of a primitive's operands.
 from jax._src.checkify import FailedCheckError, assert_func, error_checks, get_traceback
 
+# checked on 0.11.2, 0.12.0.1: `traceback_in_locations_limit(0)` is a context in which lowering
+# gives operations no stack frames.
+from jax._src.config import traceback_in_locations_limit
+
 # checked on 0.11.2, 0.12.0.1: a primitive whose lowering holds custom_partitioning must be listed
 # here, or lowering it under a mesh fails for want of the devices.
 from jax._src.dispatch import prim_requires_devices_during_lowering
@@ -17,6 +21,7 @@ __all__ = [
     "gpu_interpreter_params",
     "gpu_interpreter_state",
     "prim_requires_devices_during_lowering",
+    "traceback_in_locations_limit",
     "user_checks_enabled",
 ]
 

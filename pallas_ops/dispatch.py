@@ -19,7 +19,7 @@ import jax
 import numpy as np
 from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.extend.core import DebugInfo, Primitive
+from jax.extend.core import DebugInfo, Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir, xla
 from jax.interpreters import partial_eval as pe
 from jax.sharding import AbstractMesh, NamedSharding
@@ -317,16 +317,14 @@ def _partitioned(run: Callable, partition: Partition) -> Callable:
         shardings = [a.sharding for a in (*arg_shapes, *result_shapes)]
         if not all(isinstance(s, NamedSharding) for s in shardings):  # no mesh in sight: replicate
             whole = [s.__class__.get_replicated(s._device_assignment) for s in shardings]
-            return mesh, call.fun, tuple(whole[len(arg_shapes) :]), tuple(whole[: len(arg_shapes)])
+            specs = tuple(whole[len(arg_shapes) :]), tuple(whole[: len(arg_shapes)])
+            return mesh, functools.partial(_shard_module, run), *specs
         mesh = shardings[0].mesh
         specs = [_full_spec(a.sharding.spec, len(a.shape)) for a in (*arg_shapes, *result_shapes)]
         shard, arg_specs, result_specs = partition.plan(mesh, specs, run)
 
-        def lower(*operands):
-            with jax.sharding.use_abstract_mesh(_NO_MESH):
-                return tuple(shard(*operands))
-
         named = functools.partial(NamedSharding, mesh)
+        lower = functools.partial(_shard_module, shard)
         return mesh, lower, tuple(map(named, result_specs)), tuple(map(named, arg_specs))
 
     call.def_partition(
@@ -336,6 +334,35 @@ def _partitioned(run: Callable, partition: Partition) -> Callable:
         reduction_factors=partition.reduction,
     )
     return call
+
+
+# A shard's code is a module of its own, whose stack frames XLA takes for those of the program
+# around it, and frames mixed up so may have no end: compiling `jax.jit(flash_attention)` under a
+# mesh never returned. So that module gets none. JAX traces `_shard_module` and then lowers it, in
+# one go: what is entered in the one is left in the lowering of the only operation that it has.
+_without_frames = Primitive("pallas_ops_shard")
+_without_frames.multiple_results = True
+_without_frames.def_abstract_eval(lambda *avals, jaxpr: jaxpr.out_avals)
+_frames = threading.local()
+
+
+def _shard_module(f: Callable, *operands: jax.Array) -> tuple[jax.Array, ...]:
+    with jax.sharding.use_abstract_mesh(_NO_MESH):
+        jaxpr = jax.make_jaxpr(lambda *xs: tuple(f(*xs)))(*operands)
+    if not hasattr(_frames, "limit"):
+        _frames.limit = _jax_internals.traceback_in_locations_limit(0)
+        _frames.limit.__enter__()
+    return tuple(_without_frames.bind(*operands, jaxpr=jaxpr))
+
+
+def _lower_without_frames(ctx, *operands, jaxpr):
+    try:
+        return mlir.lower_fun(jaxpr_as_fun(jaxpr), multiple_results=True)(ctx, *operands)
+    finally:
+        _frames.__dict__.pop("limit").__exit__(None, None, None)
+
+
+mlir.register_lowering(_without_frames, _lower_without_frames)
 
 
 def _full_spec(spec: P, ndim: int) -> P:

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from jax import export
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import pallas_ops
 from pallas_ops import dispatch, testing
@@ -172,6 +174,22 @@ def test_config_of_no_implementation_is_refused(kernel, arrays):
     kernel()
     with pytest.raises(NotImplementedError, match="takes no config of type str"):
         attend(*arrays, config="large")
+
+
+def test_shards_bring_no_stack_frames_into_the_program(make_mesh):
+    """XLA takes theirs for the program's own, and may then compile for ever."""
+    mesh = make_mesh((8,), ("x",))
+    put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
+    q = put(jnp.ones((2, 16, 8, 4)), None, None, "x")
+    rows, sizes = put(jnp.ones((64, 16)), "x"), jnp.array([30, 34])
+    limit = jax.config.jax_traceback_in_locations_limit
+    for function, args in (
+        (lambda q: pallas_ops.flash_attention(q, q, q), (q,)),
+        (lambda x, w: pallas_ops.ragged_dot(x, w, sizes), (rows, jnp.ones((2, 16, 8)))),
+    ):
+        text = jax.jit(function).lower(*args).compile().as_text()
+        assert len(set(re.findall(r"stack_frame_id=\d+", text))) in (1, 2)  # 6 and 18 with theirs
+        assert jax.config.jax_traceback_in_locations_limit == limit
 
 
 def test_logged_once_per_call_site(kernel, arrays, caplog):
