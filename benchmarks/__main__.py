@@ -26,25 +26,48 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--impl",
         **several,
-        help="names or library:variant; `ours` (the default) is all of ours that run here, `dense`"
-        " one dense product of the same FLOPs",
+        help="names, library:variant or a group of these (`cudnn`, `torch`); `ours` (the default)"
+        " is all of ours that run here, `dense` one dense product of the same FLOPs",
     )
-    run.add_argument("--set", **several, help="named sets of shapes; see --list")
-    run.add_argument("--direction", **several, help="fwd, bwd, fwdbwd, dlhs, drhs; default: all")
+    run.add_argument("--set", **several, help="named sets of shapes; one at least")
+    run.add_argument(
+        "--direction", **several, help="fwd, bwd, fwdbwd, dlhs, drhs; default: all of an operation"
+    )
     run.add_argument("--case", metavar="REGEX", default="", help="only cases that this finds")
-    run.add_argument("--dtype", help="in place of that of the shapes")
-    run.add_argument("--out", type=Path, metavar="FILE", help="where rows are appended")
+    run.add_argument("--dtype", help="bfloat16, float16, float32; in place of that of the shapes")
     run.add_argument(
-        "--budget-ms", type=float, default=150.0, help="of repeats, for each measurement"
+        "--out", type=Path, metavar="FILE", help="where rows are appended; needed without --list"
     )
     run.add_argument(
-        "--limit-s", type=float, default=float("inf"), help="begin nothing after this time"
+        "--budget-ms",
+        type=float,
+        default=150.0,
+        metavar="MS",
+        help="of repeats, for each measurement, after the warm-up; default: %(default)g",
     )
-    run.add_argument("--compile-workers", type=int, default=1, metavar="N", help="threads")
     run.add_argument(
-        "--compile-ahead", type=int, default=1, metavar="N", help="cases to compile at a time"
+        "--limit-s",
+        type=float,
+        default=float("inf"),
+        metavar="S",
+        help="begin nothing after this time; default: no limit",
     )
-    run.add_argument("--list", action="store_true", help="print the cases and stop")
+    run.add_argument(
+        "--compile-workers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="threads that compile and compute exact values; default: %(default)s",
+    )
+    run.add_argument(
+        "--compile-ahead",
+        type=int,
+        default=1,
+        metavar="N",
+        help="cases to compile before the first of them is measured; takes memory for the operands"
+        " and exact values of as many; default: %(default)s",
+    )
+    run.add_argument("--list", action="store_true", help="print set, operation and case; stop")
 
     report = commands.add_parser("report", help="print tables, draw plots, rewrite the documents")
     report.add_argument("files", nargs="*", type=Path, metavar="FILE", help="default: all results")

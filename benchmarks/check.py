@@ -17,11 +17,11 @@ from benchmarks.shapes import AttentionShape, GroupedShape
 
 Arrays = dict[str, jax.Array]
 
-_FACTOR = 4
+FACTOR = 4
 _LOGITS = 2**33  # fewer heads are checked where they have more logits than these
 _BLOCK_LOGITS = 2**24  # of float64 in memory at a time
 # Of a large group the first and last rows, of its gradient the first and last of K.
-_MOST_ROWS, _MOST_COLUMNS = 2048, 256
+MOST_ROWS, MOST_COLUMNS = 2048, 256
 # What runs once is not worth a search for the fastest way to run it.
 _jit_once = functools.partial(jax.jit, compiler_options={"xla_gpu_autotune_level": 0})
 
@@ -90,7 +90,7 @@ def _with_allowed(exact: Arrays, plain: Arrays, dtype: str) -> tuple[Arrays, dic
     allowed = {}
     for name, x in exact.items():
         pairs = zip(_error(plain[name], x), _error(x, 0.0))
-        allowed[name] = [_FACTOR * error + rounding * size for error, size in pairs]
+        allowed[name] = [FACTOR * error + rounding * size for error, size in pairs]
     return exact, allowed
 
 
@@ -101,15 +101,20 @@ def _errors(x: jax.Array, sample: jax.Array, exact: jax.Array, used: jax.Array |
     return Errors(*_error(sample, exact), finite, jnp.asarray(outside, jnp.float32))
 
 
+def used_rows(shape: AttentionShape) -> tuple[np.ndarray, np.ndarray]:
+    """Queries that see a key, [b, t], and keys that are no padding, [b, s]."""
+    first, end = shape.visible()
+    lengths = shape.arrays().get("key_value_seq_lengths", np.full(shape.batch, shape.kv_len))
+    return end > first, np.arange(shape.kv_len) < lengths[:, None]
+
+
 def attention(shape: AttentionShape, operands: Arrays, gradients: bool) -> Check:
     """Checks out and, if asked to, the gradients query, key and value.
 
     Exact values are those of a few pairs of a batch row and a kv head.
     """
     first, end = shape.visible()
-    queries = end > first  # [b, t], those that see a key
-    lengths = shape.arrays().get("key_value_seq_lengths", np.full(shape.batch, shape.kv_len))
-    keys = np.arange(shape.kv_len) < lengths[:, None]  # [b, s]
+    queries, keys = used_rows(shape)
     used = {"out": queries, "query": queries, "key": keys, "value": keys}
     used = {name: None if rows.all() else rows for name, rows in used.items()}
 
@@ -210,14 +215,18 @@ class _Groups(NamedTuple):
     total: np.ndarray
 
 
+def picked_groups(sizes: np.ndarray) -> np.ndarray:
+    """The largest group, the smallest in use, an empty one (or else the first), the last."""
+    used, empty = np.flatnonzero(sizes), np.flatnonzero(sizes == 0)
+    smallest = used[np.argmin(sizes[used])]
+    return np.array([np.argmax(sizes), smallest, [*empty, 0][0], len(sizes) - 1])
+
+
 def grouped(shape: GroupedShape, operands: Arrays, names: Sequence[str]) -> Check:
-    """Checks `names` of out, dlhs and drhs: the largest group, the smallest, an empty, the last."""
+    """Checks `names` of out, dlhs and drhs, of the `picked_groups`."""
     sizes = shape.group_sizes()
     ends = np.minimum(np.cumsum(sizes), shape.m)
-    used, empty = np.flatnonzero(sizes), np.flatnonzero(sizes == 0)
-    last = shape.g - 1
-    picked = [np.argmax(sizes), used[np.argmin(sizes[used])], empty[0] if len(empty) else 0, last]
-    picked = np.array(picked)
+    picked = picked_groups(sizes)
     groups = _Groups(picked, ends[picked] - sizes[picked], ends[picked], ends[-1])
 
     def reference(names):
@@ -233,13 +242,13 @@ def grouped(shape: GroupedShape, operands: Arrays, names: Sequence[str]) -> Chec
 
 
 def _columns(k: int) -> np.ndarray:
-    half = min(k, _MOST_COLUMNS) // 2
-    return np.arange(k) if k <= _MOST_COLUMNS else np.append(np.arange(half), np.arange(k)[-half:])
+    half = min(k, MOST_COLUMNS) // 2
+    return np.arange(k) if k <= MOST_COLUMNS else np.append(np.arange(half), np.arange(k)[-half:])
 
 
 def _rows(x, start, end):
     """The first and last rows of a group, 0 in place of others' where it is small."""
-    each = np.arange(min(_MOST_ROWS // 2, x.shape[0]))
+    each = np.arange(min(MOST_ROWS // 2, x.shape[0]))
     rows = jnp.concatenate([start + each, end - 1 - each])
     keep = (rows >= start) & (rows < end)
     return jnp.where(keep[:, None], x[jnp.where(keep, rows, 0)], 0)
@@ -257,7 +266,7 @@ def _grouped_errors(x, exact, groups: _Groups, *, by_row: bool) -> Errors:
 
 @functools.partial(_jit_once, static_argnames=("dtype", "names"))
 def _grouped_reference(lhs, rhs, ct, groups: _Groups, *, dtype: str, names: Sequence[str]):
-    block = min(_MOST_ROWS, lhs.shape[0])
+    block = min(MOST_ROWS, lhs.shape[0])
     columns = _columns(lhs.shape[1])
 
     def values(computing):

@@ -20,15 +20,12 @@ import jax
 import jax.numpy as jnp
 import tqdm
 
-from benchmarks import operations, selection, shapes
+from benchmarks import operations, rows, selection, shapes, tables
+from benchmarks.rows import MEASURED, Row, rounded
 from benchmarks.selection import OPS, Cases, Shape, UsageError
 from pallas_ops import dispatch, timing
 
-Row = dict[str, Any]
-
 _ROOT = pathlib.Path(__file__).parents[1]
-_MEASURED = ("ms", "ms_spread", "tflops", "compile_s", "temp_bytes", "timer")
-_LONGEST_REASON = 300
 
 
 class _OutOfTimeError(Exception):
@@ -75,12 +72,11 @@ def _torch_rows(cases: Cases, args: argparse.Namespace) -> dict[tuple[str, ...],
         {
             "op": shape.op,
             "case": shape.case,
-            "set": name,
             "implementations": selection.torch_names(args, shape.op),
             "directions": selection.directions(args, shape),
             **shape.fields(),
         }
-        for name, shape in cases
+        for _, shape in cases
         if selection.torch_names(args, shape.op)
     ]
     if not wanted:
@@ -91,7 +87,7 @@ def _torch_rows(cases: Cases, args: argparse.Namespace) -> dict[tuple[str, ...],
         command = [sys.executable, "-m", "benchmarks.torch_peers", "--cases", given, "--out", out]
         command += ["--budget-ms", str(args.budget_ms), "--limit-s", str(args.limit_s)]
         status = subprocess.run(command, check=False, cwd=_ROOT).returncode
-        rows = [json.loads(x) for x in out.read_text().splitlines()] if out.exists() else []
+        lines = out.read_text().splitlines() if out.exists() else []
     found: dict[tuple[str, ...], Row] = {}
     if status:  # with 0 only what there was no time for is missing
         error = {"error": f"failed: the process of PyTorch ended with status {status}"}
@@ -101,10 +97,9 @@ def _torch_rows(cases: Cases, args: argparse.Namespace) -> dict[tuple[str, ...],
             for name in case["implementations"]
             for direction in case["directions"]
         }
-    keys = (*_MEASURED, "jax", "error")
-    for row in rows:
-        measured = {key: row[key] for key in keys if row[key] is not None}
-        found[row["case"], row["direction"], row["implementation"]] = measured
+    for row in map(json.loads, lines):
+        key = tuple(row.pop(name) for name in ("case", "direction", "implementation"))
+        found[key] = {name: value for name, value in row.items() if value is not None}
     return found
 
 
@@ -134,8 +129,8 @@ def _environment() -> Row:
     commit = commit or _command("git", "describe", "--always", "--dirty", "--exclude=*")
     tflops, gbps = timing.ceilings()
     return dict(
-        peak_tflops=_rounded(tflops),
-        peak_gbps=_rounded(gbps),
+        peak_tflops=rounded(tflops),
+        peak_gbps=rounded(gbps),
         device=device.device_kind if gpu else _cpu_name(),
         jax=jax.__version__,
         driver=driver.splitlines()[0] if driver and gpu else None,
@@ -144,22 +139,9 @@ def _environment() -> Row:
     )
 
 
-def _rounded(x: float) -> float:
-    return float(f"{x:.6g}")
-
-
 def _reason(error: BaseException, *, ours: bool) -> str:
-    """What a row says of an exception."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    if isinstance(error, ImportError):
-        kind = "not installed"
-    elif "RESOURCE_EXHAUSTED" in text or "out of memory" in text.lower():
-        kind = "out of memory"
-    elif isinstance(error, NotImplementedError) or (isinstance(error, ValueError) and not ours):
-        kind = "refused"
-    else:
-        kind, text = "failed", f"{type(error).__name__}: {text}"
-    return f"{kind}: {text}"[:_LONGEST_REASON]
+    refused = isinstance(error, NotImplementedError) or (isinstance(error, ValueError) and not ours)
+    return rows.reason(error, refused=refused)
 
 
 class _Runner:
@@ -181,16 +163,16 @@ class _Runner:
         row = dict(
             op=shape.op, direction=direction, implementation=name, case=shape.case, set=set_name
         )
-        row |= shape.fields() | dict.fromkeys(_MEASURED)
+        row |= shape.fields() | dict.fromkeys(MEASURED)
         row |= dict(flops=shape.flops(direction), bytes=shape.bytes(direction))
         row |= {**self.environment, "error": None} | measured
         self.rows.append(row)
         with self.args.out.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
-    def write_torch(self, cases: Cases, rows: dict[tuple[str, ...], Row]) -> None:
+    def write_torch(self, cases: Cases, found: dict[tuple[str, ...], Row]) -> None:
         by_case = {shape.case: (set_name, shape) for set_name, shape in cases}
-        for (case, direction, name), measured in rows.items():
+        for (case, direction, name), measured in found.items():
             self.write(*by_case[case], direction, name, measured)
 
     def measure_all(self, cases: Cases) -> None:
@@ -293,7 +275,7 @@ class _Runner:
         result = dict(compile_s=round(call.compile_s, 3), temp_bytes=call.temp_bytes)
         free = _free_bytes()
         if free is not None and (call.temp_bytes or 0) > free:  # XLA would wait for it to be freed
-            reason = f"{call.temp_bytes / 2**30:.0f} GiB of temporary memory are more than is free"
+            reason = f"{tables.size(call.temp_bytes)} of temporary memory are more than is free"
             return {**result, "error": f"out of memory: {reason}"}
         try:
             operands = call.prepare(sets[0])
@@ -301,7 +283,7 @@ class _Runner:
             fault = check.fault(outputs, ours=ours)
             del outputs
             if fault is not None:
-                return {**result, "error": f"wrong: {fault}"[:_LONGEST_REASON]}
+                return {**result, "error": f"wrong: {fault}"[: rows.LONGEST_REASON]}
             size = sum(x.nbytes for x in jax.tree.leaves(operands))
             count = timing.rotation(size)
             sets += [operation.operands(seed) for seed in range(len(sets), count)]
@@ -312,9 +294,9 @@ class _Runner:
             return {**result, "error": _reason(error, ours=ours)}
         return dict(
             **result,
-            ms=_rounded(time_.ms),
-            ms_spread=_rounded(time_.spread_ms),
-            tflops=_rounded(operation.shape.flops(direction) / time_.ms / 1e9),
+            ms=rounded(time_.ms),
+            ms_spread=rounded(time_.spread_ms),
+            tflops=rounded(operation.shape.flops(direction) / time_.ms / 1e9),
             timer=time_.timer,
         )
 
@@ -333,13 +315,11 @@ def _free_bytes() -> int | None:
     return None if limit is None else limit - stats.get("bytes_in_use", 0)
 
 
-def _print_table(rows: Sequence[Row]) -> None:
-    lines = [["case", "direction", "implementation", "ms", "TFLOP/s", ""]]
-    for row in rows:
-        figures = ["-" if row[key] is None else f"{row[key]:.4g}" for key in ("ms", "tflops")]
-        names = [row["case"], row["direction"], row["implementation"]]
-        lines.append([*names, *figures, (row["error"] or "")[:60]])
-    widths = [max(len(line[i]) for line in lines) for i in range(5)]
-    for line in lines:
-        cells = [x.rjust(w) if i > 2 else x.ljust(w) for i, (x, w) in enumerate(zip(line, widths))]
-        print("  ".join([*cells, line[5]]).rstrip())
+def _print_table(written: Sequence[Row]) -> None:
+    names = ("case", "direction", "implementation")
+    lines = [
+        [*(r[n] for n in names), tables.number(r["ms"], 4), tables.number(r["tflops"], 4)]
+        + [(r["error"] or "")[:60]]
+        for r in written
+    ]
+    print(tables.table([*names, "ms", "TFLOP/s", "error"], lines, left=3))

@@ -8,14 +8,12 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-Row = dict[str, Any]
+from benchmarks.rows import Row
+from benchmarks.shapes import AttentionShape, GroupedShape
 
 OURS = ("mosaic_gpu", "triton", "xla")
 YARDSTICKS = ("dense", "reference")
-DIRECTIONS = {
-    "attention": ("fwd", "bwd", "fwdbwd"),
-    "grouped_matmul": ("fwd", "dlhs", "drhs", "bwd", "fwdbwd"),
-}
+DIRECTIONS = {shape.op: shape.directions for shape in (AttentionShape, GroupedShape)}
 ERRORS = ("refused: ", "not installed: ", "wrong: ", "out of memory: ", "failed: ")
 DASH = "-"
 _NONE = type(None)
@@ -229,12 +227,13 @@ def means(rows: Sequence[Row]) -> str:
 
 def section(rows: Sequence[Row], quote: Callable[[str], str] = str) -> str:
     """All of one device, operation and direction; `quote` guards the text of errors."""
+    named = columns(rows)
     absent = {
         name: some[0]["error"]
-        for name, some in columns(rows).items()
+        for name, some in named.items()
         if all((row["error"] or "").startswith("not installed: ") for row in some)
     }
-    shown = {name: some for name, some in columns(rows).items() if name not in absent}
+    shown = {name: some for name, some in named.items() if name not in absent}
     notes: dict[str, list[str]] = {}
 
     def cell(name: str, row: Row | None, text) -> str:

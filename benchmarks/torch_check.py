@@ -9,14 +9,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from benchmarks.check import FACTOR, MOST_COLUMNS, MOST_ROWS, picked_groups, used_rows
 from benchmarks.shapes import AttentionShape, GroupedShape
 
 Tensors = dict[str, Any]
 
-_FACTOR = 4
 _BLOCK_LOGITS = 2**26  # of float64 in memory at a time
-# Of a large group the first and last rows, of its gradient the first and last of K.
-_MOST_ROWS, _MOST_COLUMNS = 2048, 256
 
 
 class Check(NamedTuple):
@@ -46,18 +44,13 @@ class Check(NamedTuple):
         return None
 
 
-def attention(
-    torch: Any, shape: AttentionShape, operands: Tensors, gradients: bool, device: str = "cuda"
-) -> Check:
+def attention(torch: Any, shape: AttentionShape, operands: Tensors, gradients: bool) -> Check:
     """Checks out and, if asked for, the gradients query, key and value, [batch, length, ...]."""
     b, heads = shape.batch, shape.kv_heads
+    device = operands["query"].device
     first, end = (torch.tensor(x, device=device) for x in shape.visible())  # [b, t] each
     pairs = list(dict.fromkeys([(0, 0), (b - 1, heads - 1)]))
-    live = end > first
-    keys = torch.full((b,), shape.kv_len, device=device)
-    if shape.lengths:
-        keys = torch.tensor(shape.arrays()["key_value_seq_lengths"], device=device)
-    real = torch.arange(shape.kv_len, device=device) < keys[:, None]  # [b, s]
+    live, real = (torch.tensor(x, device=device) for x in used_rows(shape))  # [b, t], [b, s]
 
     def groups(x):  # [b, t, n, h] -> [b, t, kv head, group, h]
         return x.reshape(*x.shape[:2], heads, -1, x.shape[-1])
@@ -125,11 +118,8 @@ def grouped(torch: Any, shape: GroupedShape, operands: Tensors, names: Sequence[
     """Checks those of out, dlhs and drhs that are named."""
     sizes = shape.group_sizes()
     ends = np.cumsum(sizes)
-    used, empty = np.flatnonzero(sizes), np.flatnonzero(sizes == 0)
-    smallest = used[np.argmin(sizes[used])]
-    picked = [int(np.argmax(sizes)), int(smallest), *map(int, empty[:1]), shape.g - 1]
-    groups = {g: (int(ends[g] - sizes[g]), int(ends[g])) for g in dict.fromkeys(picked)}
-    columns = _outer(0, shape.k, _MOST_COLUMNS)
+    groups = {g: (int(ends[g] - sizes[g]), int(ends[g])) for g in picked_groups(sizes).tolist()}
+    columns = _outer(0, shape.k, MOST_COLUMNS)
 
     def part(name, g):
         return f"{name} of group {g}, {sizes[g]} rows"
@@ -140,7 +130,7 @@ def grouped(torch: Any, shape: GroupedShape, operands: Tensors, names: Sequence[
     def sample(name, x):
         if name == "drhs":
             return {part(name, g): x[g][columns] for g in groups}
-        return {part(name, g): x[_outer(*rows, _MOST_ROWS)] for g, rows in groups.items()}
+        return {part(name, g): x[_outer(*rows, MOST_ROWS)] for g, rows in groups.items()}
 
     def values(rounded):
         wide = torch.promote_types(rounded, torch.float32)
@@ -151,7 +141,7 @@ def grouped(torch: Any, shape: GroupedShape, operands: Tensors, names: Sequence[
 
         found = {}
         for g, (start, end) in groups.items():
-            rows = _outer(start, end, _MOST_ROWS)
+            rows = _outer(start, end, MOST_ROWS)
             if "out" in names:
                 found[part("out", g)] = product(lhs[rows], rhs[g])
             if "dlhs" in names:
@@ -184,6 +174,6 @@ def _check(torch, dtype: str, like: Tensors, values, defined, sample) -> Check:
     allowed = {}
     for name, x in exact.items():
         pairs = zip(_error(plain[name], x), _error(x, 0.0))
-        allowed[name] = tuple(_FACTOR * error + rounding * size for error, size in pairs)
+        allowed[name] = tuple(FACTOR * error + rounding * size for error, size in pairs)
     types = {name: (tuple(x.shape), x.dtype) for name, x in like.items()}
     return Check(types, defined, sample, exact, allowed)

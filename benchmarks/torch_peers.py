@@ -1,36 +1,29 @@
 """Peers that need PyTorch, measured in a process of their own that takes no JAX device.
 
-    python -m benchmarks.torch_peers --cases FILE --out FILE
-
-Each line of the first FILE is a JSON object: `op`, the fields of the shape, and optionally `case`,
-`set`, `implementations` and `directions`. A row for each measurement is appended to the second
-FILE, before the next one begins.
+`benchmarks.run` starts it. Each line of --cases is a JSON object: `op`, `case`, `implementations`,
+`directions` and the fields of the shape. For each measurement a row is appended to --out before the
+next one begins: `case`, `direction`, `implementation`, what was measured, PyTorch's version as
+`jax`, and `error`. All else of a row is for `benchmarks.run` to say, the same for both processes.
 """
 
 import argparse
 import dataclasses
-import datetime
 import json
-import os
 import pathlib
 import re
-import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks import torch_check, torch_libraries
+from benchmarks import rows, torch_check, torch_libraries
+from benchmarks.rows import MEASURED, Row, rounded
 from benchmarks.shapes import PRODUCTS, AttentionShape, GroupedShape
 from pallas_ops import timing
 
-Row = dict[str, Any]
-_MEASURED = ("ms", "ms_spread", "tflops", "compile_s", "temp_bytes", "timer")
-_ENVIRONMENT = ("peak_tflops", "peak_gbps", "device", "jax", "driver", "commit", "date")
 _QKV = ("query", "key", "value")
 _NO_KERNEL = re.compile("No (available kernel|viable backend)")  # of scaled_dot_product_attention
-_LONGEST_REASON = 300
 
 
 def measure(torch: Any, calls: Sequence[Callable[[], Any]], budget_ms: float) -> Row:
@@ -55,11 +48,7 @@ def measure(torch: Any, calls: Sequence[Callable[[], Any]], budget_ms: float) ->
         ]
 
     result = timing.on_device(queued_ms, device_events, calls, budget_ms)
-    return dict(ms=_rounded(result.ms), ms_spread=_rounded(result.spread_ms), timer=result.timer)
-
-
-def _rounded(x: float) -> float:
-    return float(f"{x:.6g}")
+    return dict(ms=rounded(result.ms), ms_spread=rounded(result.spread_ms), timer=result.timer)
 
 
 class Attention:
@@ -154,7 +143,7 @@ def _result(torch: Any, operation: Any, direction: str, budget_ms: float) -> Row
         row: Row = dict(compile_s=round(time.perf_counter() - started, 3))
         fault = operation.fault(operands, outputs)
         if fault is not None:
-            return row | dict(error=f"wrong: {fault}"[:_LONGEST_REASON])
+            return row | dict(error=f"wrong: {fault}"[: rows.LONGEST_REASON])
         result_bytes = _bytes(outputs)
         del outputs
         torch.cuda.synchronize()
@@ -168,21 +157,12 @@ def _result(torch: Any, operation: Any, direction: str, budget_ms: float) -> Row
         del operands
         others = [operation.call(direction, operation.operands(i)) for i in range(1, count)]
         row |= measure(torch, [call, *others], budget_ms)
-    return row | dict(tflops=_rounded(operation.shape.flops(direction) / row["ms"] / 1e9))
+    return row | dict(tflops=rounded(operation.shape.flops(direction) / row["ms"] / 1e9))
 
 
 def _reason(error: BaseException) -> str:
-    """What a row says of an exception."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    if isinstance(error, ImportError):
-        kind = "not installed"
-    elif "out of memory" in text.lower():
-        kind = "out of memory"
-    elif isinstance(error, (NotImplementedError, AssertionError)) or _NO_KERNEL.search(text):
-        kind = "refused"
-    else:
-        kind, text = "failed", f"{type(error).__name__}: {text}"
-    return f"{kind}: {text}"[:_LONGEST_REASON]
+    refused = isinstance(error, (NotImplementedError, AssertionError))
+    return rows.reason(error, refused=refused or bool(_NO_KERNEL.search(str(error))))
 
 
 def _device_error(torch: Any) -> str | None:
@@ -195,46 +175,12 @@ def _device_error(torch: Any) -> str | None:
     return None
 
 
-def _ceilings(torch: Any) -> tuple[float, float]:
-    """TFLOP/s of a large matrix product and GB/s, read and written, of a copy."""
-    side, words = 8192, 2**29
-    x, y = (torch.randn(side, side, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    product = measure(torch, [lambda: x @ y, lambda: y @ x], 300)["ms"]
-    data = torch.arange(words, device="cuda", dtype=torch.int32)
-    copy = torch.empty_like(data)
-    moved = measure(torch, [lambda: copy.copy_(data)], 300)["ms"]
-    return _rounded(2 * side**3 / product / 1e9), _rounded(8 * words / moved / 1e6)
-
-
-def _command(*command: str) -> str | None:
-    """Output of a program, None where it is absent or fails."""
-    folder = pathlib.Path(__file__).parent
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=folder)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip() or None
-
-
-def _environment() -> tuple[Any, Row]:
-    """torch, or None where it cannot be used, and what every row says of this machine."""
-    row: Row = dict.fromkeys(_ENVIRONMENT)
-    row["date"] = datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d")
-    commit = _command("git", "describe", "--always", "--dirty", "--exclude=*")
-    row["commit"] = commit or os.environ.get("BENCHMARK_COMMIT")
+def _torch() -> Any:
     try:
         import torch  # pyright: ignore[reportMissingImports]
     except ImportError:
-        return None, row
-    row["jax"] = f"torch {torch.__version__.split('+')[0]}"
-    if torch.cuda.is_available():
-        row["device"] = torch.cuda.get_device_name()
-        driver = _command("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-        row["driver"] = driver.splitlines()[0] if driver else None
-        peaks = _attempt(_ceilings, torch)
-        if not isinstance(peaks, BaseException):
-            row["peak_tflops"], row["peak_gbps"] = peaks
-    return torch, row
+        return None
+    return torch
 
 
 def _shape(case: Row) -> AttentionShape | GroupedShape:
@@ -245,56 +191,40 @@ def _shape(case: Row) -> AttentionShape | GroupedShape:
     return cls(**fields)
 
 
-class _Writer:
-    def __init__(self, path: pathlib.Path, environment: Row):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.path, self.environment = path, environment
+def _measure_all(args: argparse.Namespace, cases: Sequence[Row]) -> None:
+    deadline = time.monotonic() + args.limit_s
+    torch = _torch()
+    version = torch and f"torch {torch.__version__.split('+')[0]}"
 
-    def __call__(self, case: Row, shape: Any, direction: str, name: str, measured: Row) -> None:
-        row = dict(op=shape.op, direction=direction, implementation=name)
-        row |= dict(case=case.get("case", shape.case), set=case.get("set"))
-        row |= shape.fields() | dict.fromkeys(_MEASURED)
-        row |= dict(flops=shape.flops(direction), bytes=shape.bytes(direction))
-        row |= self.environment | dict(error=None) | measured
-        with self.path.open("a") as file:
+    def write(case: Row, direction: str, name: str, measured: Row) -> None:
+        row = dict(case=case["case"], direction=direction, implementation=name)
+        row |= dict.fromkeys(MEASURED) | dict(jax=version, error=None) | measured
+        with args.out.open("a") as file:
             file.write(json.dumps(row) + "\n")
         figures = f"{row['ms']} ms, {row['tflops']} TFLOP/s" if row["ms"] else row["error"]
         print(f"{row['case']}  {direction}  {name}  {figures}", file=sys.stderr, flush=True)
 
-
-def _measure_all(args: argparse.Namespace, cases: Sequence[Row]) -> None:
-    deadline = time.monotonic() + args.limit_s
-    torch, environment = _environment()
-    write = _Writer(args.out, environment)
     broken = None
     for op, loaders in torch_libraries.LOADERS.items():
         # One library after the other, so that one that faults leaves the rows of those before.
         for name, load in loaders.items():
-            chosen = [
-                case
-                for case in cases
-                if case["op"] == op and name in (args.impl or case.get("implementations", loaders))
-            ]
+            chosen = [c for c in cases if c["op"] == op and name in c["implementations"]]
             make = _attempt(load) if chosen else None
             for case in chosen:
-                shape = _shape(case)
-                directions = args.direction or case.get("directions", shape.directions)
-                directions = [d for d in directions if d in shape.directions]
-                operation = _attempt(_operation, torch, make, shape, directions)
-                for direction in directions:
+                operation = _attempt(_operation, torch, make, _shape(case), case["directions"])
+                for direction in case["directions"]:
                     if time.monotonic() > deadline:
                         return
                     result = broken or operation
                     if not isinstance(result, BaseException):
                         result = _attempt(_result, torch, operation, direction, args.budget_ms)
                     if isinstance(result, BaseException):
-                        write(case, shape, direction, name, dict(error=_reason(result)))
-                    else:
-                        write(case, shape, direction, name, result)
+                        result = dict(error=_reason(result))
+                    write(case, direction, name, result)
                     if broken is None and torch is not None and torch.cuda.is_available():
                         fault = _device_error(torch)
                         if fault is not None:
-                            at = f"{name}, {shape.case}, {direction}"
+                            at = f"{name}, {case['case']}, {direction}"
                             broken = RuntimeError(f"the device fails since {at}: {fault}")
 
 
@@ -316,25 +246,15 @@ def _attempt(f: Callable[..., Any], *args: Any) -> Any:
         return error.with_traceback(None)  # frames would keep tensors alive
 
 
-def _commas(text: str) -> list[str]:
-    names = [name for name in text.split(",") if name]
-    return [n for name in names for n in torch_libraries.ALIASES.get(name, (name,))]
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--cases", type=pathlib.Path, required=True, metavar="FILE")
     parser.add_argument("--out", type=pathlib.Path, required=True, metavar="FILE")
-    parser.add_argument("--impl", type=_commas, metavar="NAME,...", help="default: those of a case")
-    parser.add_argument("--direction", type=_commas, metavar="NAME,...", help="default: likewise")
-    parser.add_argument("--budget-ms", type=float, default=150.0)
-    parser.add_argument("--limit-s", type=float, default=float("inf"))
+    parser.add_argument("--budget-ms", type=float, required=True)
+    parser.add_argument("--limit-s", type=float, required=True)
     args = parser.parse_args(argv)
-    known = [name for loaders in torch_libraries.LOADERS.values() for name in loaders]
-    if unknown := [name for name in args.impl or () if name not in known]:
-        parser.error(f"no implementation {', '.join(unknown)}; there are {', '.join(known)}")
     lines = args.cases.read_text().splitlines()
-    _measure_all(args, [json.loads(line) for line in lines if line.strip()])
+    _measure_all(args, [json.loads(line) for line in lines])
     return 0
 
 

@@ -40,11 +40,13 @@ def rows(path):
 
 def test_a_run_from_the_command_line(tmp_path):
     out = tmp_path / "new" / "rows.json"
-    cases = f"^({re.escape(ATTENTION)}|{re.escape(GROUPED)})$"
+    # Two of one product for `dense`, in one chunk with attention; the last case in one of its own.
+    grouped = [GROUPED.replace("tail", name) for name in ("uniform", "zipf", "tail")]
+    cases = f"^({'|'.join(map(re.escape, [ATTENTION, *grouped]))})$"
     names = "ours,jax.nn:xla,cudnn,lax,dense,torch:grouped_mm"
     done = command(
         *("run", "--set", "tiny", "--impl", names, "--case", cases, "--out", str(out)),
-        *("--budget-ms", "1", "--compile-workers", "2"),
+        *("--budget-ms", "1", "--compile-workers", "2", "--compile-ahead", "3"),
     )
     assert done.returncode == 0, done.stderr
     found = rows(out)
@@ -55,10 +57,10 @@ def test_a_run_from_the_command_line(tmp_path):
         assert row["flops"] == shape.flops(row["direction"])
         assert row["bytes"] == shape.bytes(row["direction"])
         assert row["set"] == "tiny" and row["jax"] == jax.__version__ and row["driver"] is None
-        assert row["commit"] and re.fullmatch(r"\d{4}-\d\d-\d\d", row["date"])
+        assert row["commit"] == "abc1234" and re.fullmatch(r"\d{4}-\d\d-\d\d", row["date"])
         assert row["peak_tflops"] > 0 and row["peak_gbps"] > 0 and "cores" in row["device"]
-    measured = {(r["op"], r["implementation"], r["direction"]): r for r in found}
-    assert len(measured) == len(found) == 3 * 3 + 4 * 5
+    measured = {(r["case"], r["implementation"], r["direction"]): r for r in found}
+    assert len(measured) == len(found) == 3 * 3 + 3 * 4 * 5
     for (_, name, _), row in measured.items():
         if name in ("jax.nn:cudnn", "torch:grouped_mm"):
             assert row["error"].startswith("not installed: ") and row["ms"] is None
@@ -68,7 +70,7 @@ def test_a_run_from_the_command_line(tmp_path):
         assert row["tflops"] == pytest.approx(row["flops"] / row["ms"] / 1e9, rel=1e-4)
         assert row["temp_bytes"] >= 0
     assert len(tables.read([out])) == len(found)
-    assert done.stdout.count("\n") == 1 + len(found)
+    assert done.stdout.count("\n") == 2 + len(found)
     assert "100%" in done.stderr
 
 
@@ -205,6 +207,31 @@ def test_a_group_without_gradient_is_wrong(bench):
     assert found["peer:zero", "drhs"]["error"].startswith("wrong: drhs of group ")
 
 
+def test_what_does_not_fit_is_not_run(bench, monkeypatch):
+    def compile_(f, *args):
+        return operations.Program(_raises(RuntimeError("was run")), 1.0, 5 * 2**30)
+
+    monkeypatch.setattr(operations, "_compile", compile_)
+    for free, error in (
+        (5 * 2**30 - 1, "out of memory: 5.00 GiB of temporary memory are more than is free"),
+        (5 * 2**30, "failed: RuntimeError: was run"),
+        (None, "failed: RuntimeError: was run"),
+    ):
+        monkeypatch.setattr(run, "_free_bytes", lambda free=free: free)
+        _, found = bench("attention", {}, "--impl", "xla", "--direction", "fwd")
+        row = found["xla", "fwd"]
+        assert row["error"] == error and row["ms"] is None and row["temp_bytes"] == 5 * 2**30
+
+
+def test_the_commit(monkeypatch):
+    monkeypatch.setattr(timing, "ceilings", lambda: (1.0, 1.0))
+    monkeypatch.setattr(run, "_command", lambda *command: "of git")
+    monkeypatch.setenv("BENCHMARK_COMMIT", "given")
+    assert run._environment()["commit"] == "given"
+    monkeypatch.delenv("BENCHMARK_COMMIT")
+    assert run._environment()["commit"] == "of git"
+
+
 def test_a_value_error_of_ours_is_a_failure():
     assert run._reason(ValueError("x"), ours=True) == "failed: ValueError: x"
     assert run._reason(ValueError("x"), ours=False) == "refused: x"
@@ -292,7 +319,7 @@ def test_torch_rows_get_the_ceilings_of_the_run(bench, monkeypatch):
         assert case["implementations"] == ["torch:grouped_mm"]
         row = dict(case=case["case"], implementation="torch:grouped_mm", direction="fwd")
         row |= dict(ms=2.0, ms_spread=0.5, tflops=3.0, compile_s=0.1, temp_bytes=0, timer="cupti")
-        row |= dict(jax="torch 2.11.0", error=None, peak_tflops=None)
+        row |= dict(jax="torch 2.11.0", error=None)
         paths["--out"].write_text(json.dumps(row) + "\n")
         return subprocess.CompletedProcess(command, -11)
 
