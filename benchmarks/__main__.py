@@ -2,6 +2,7 @@
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,20 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
 
 def _commas(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
+
+
+def _positive(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
+def _regex(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+    return text
 
 
 def parser() -> argparse.ArgumentParser:
@@ -33,8 +48,11 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--direction", **several, help="fwd, bwd, fwdbwd, dlhs, drhs; default: all of an operation"
     )
-    run.add_argument("--case", metavar="REGEX", default="", help="only cases that this finds")
-    run.add_argument("--dtype", help="bfloat16, float16, float32; in place of that of the shapes")
+    run.add_argument(
+        "--case", metavar="REGEX", type=_regex, default="", help="only cases that this finds"
+    )
+    dtypes = ("bfloat16", "float16", "float32")
+    run.add_argument("--dtype", choices=dtypes, help="in place of that of the shapes")
     run.add_argument(
         "--out", type=Path, metavar="FILE", help="where rows are appended; needed without --list"
     )
@@ -54,14 +72,14 @@ def parser() -> argparse.ArgumentParser:
     )
     run.add_argument(
         "--compile-workers",
-        type=int,
+        type=_positive,
         default=1,
         metavar="N",
         help="threads that compile and compute exact values; default: %(default)s",
     )
     run.add_argument(
         "--compile-ahead",
-        type=int,
+        type=_positive,
         default=1,
         metavar="N",
         help="cases to compile before the first of them is measured; takes memory for the operands"

@@ -86,7 +86,7 @@ def compile_for(
     # Some of a kernel's files are written when it is lowered.
     with (
         tempfile.TemporaryDirectory() as dump,
-        _environment(**toolchain.LOG, MOSAIC_GPU_DUMP_TO=dump),
+        environment(**toolchain.LOG, MOSAIC_GPU_DUMP_TO=dump),
     ):
         lowered = lower_for(f, *args, chip=chip, **jit_options)
         _compile_anew(lowered)
@@ -109,7 +109,7 @@ def lower_for(
 ) -> jax.stages.Lowered:
     """`jax.jit(f)` lowered for `compile_for`: by then each call's implementation is chosen."""
     _check_process(chip)
-    with _environment(**toolchain.LOG), _native_stderr():
+    with environment(**toolchain.LOG), _native_stderr():
         device = devices(chip)[0]
     mesh = jax.sharding.Mesh(np.array([device]), ("_",))
     here = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
@@ -193,7 +193,8 @@ def _compile_anew(lowered: jax.stages.Lowered) -> None:
 
 
 @contextlib.contextmanager
-def _environment(**values: str) -> Iterator[None]:
+def environment(**values: str) -> Iterator[None]:
+    """A context with these environment variables, for what starts or is loaded in it."""
     old = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import pallas_ops
 from pallas_ops import compile_report, dispatch, toolchain
 from pallas_ops.chips import CHIPS
+from pallas_ops.tune import with_gradients
 
 _HOPPER = (9, 0)
 
@@ -54,7 +55,7 @@ def _calls() -> dict[str, tuple[Callable[..., Any], Sequence[Any]]]:
     cases = [(64, bf16), (128, bf16), (256, bf16), (128, f32)]
     calls: dict[str, tuple[Callable[..., Any], Sequence[Any]]] = {
         f"causal attention, {jnp.dtype(dtype).name}, head dim {h}, with gradients": (
-            _with_gradients(attend),
+            with_gradients(attend),
             [array((4, 4096, 2048 // h, h), dtype)] * 3,
         )
         for h, dtype in cases
@@ -64,7 +65,7 @@ def _calls() -> dict[str, tuple[Callable[..., Any], Sequence[Any]]]:
     sizes = array((g,), jnp.int32)
     dot = lambda x, y, sizes, **options: pallas_ops.ragged_dot(x, y, sizes, **options)
     return calls | {
-        "ragged_dot, bfloat16, with gradients": (_with_gradients(dot), [lhs, rhs, sizes]),
+        "ragged_dot, bfloat16, with gradients": (with_gradients(dot), [lhs, rhs, sizes]),
         "ragged_dot, bfloat16, swiglu": (
             functools.partial(dot, activation="swiglu"),
             [lhs, rhs, sizes],
@@ -74,23 +75,6 @@ def _calls() -> dict[str, tuple[Callable[..., Any], Sequence[Any]]]:
             [lhs, array((m, n), bf16), sizes],
         ),
     }
-
-
-def _with_gradients(f: Callable[..., Any]) -> Callable[..., Any]:
-    """The value of f and its gradients with respect to what is a float."""
-
-    def both(*args):
-        floats = [jnp.issubdtype(x.dtype, jnp.floating) for x in args]
-        inputs = [x for x, is_float in zip(args, floats) if is_float]
-
-        def of_floats(*inputs):
-            rest = iter(inputs)
-            return f(*(next(rest) if is_float else x for x, is_float in zip(args, floats)))
-
-        value, backward = jax.vjp(of_floats, *inputs)
-        return value, backward(value)
-
-    return both
 
 
 def _primitives(f, args) -> Iterator[tuple[dispatch.Operation, Callable[..., Any], list[Any]]]:

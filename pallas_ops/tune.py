@@ -14,7 +14,6 @@ stored for its kind of device, this version of the library and of JAX.
 import argparse
 import concurrent.futures
 import concurrent.futures.process
-import contextlib
 import dataclasses
 import datetime
 import functools
@@ -24,7 +23,7 @@ import multiprocessing
 import os
 import pathlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -87,9 +86,8 @@ def tune(
     platform = "cuda" if chip or device.platform == "gpu" else device.platform
     kind = compile_report.CHIPS[chip].device_kind if chip else device.device_kind
     outcomes = [_candidates(call, kind) for call in calls_of(f, *args, platform=platform)]
-    chip = chip or compile_report.chip_of(device.device_kind)
-    _drop_uncompilable(outcomes, chip, progress)
-    if platform == "cuda" and device.platform != "gpu":
+    _drop_uncompilable(outcomes, chip or compile_report.chip_of(kind), progress)
+    if chip is not None:
         return outcomes
     kept = [(o, t) for o in outcomes for t in o.trials if t.dropped is None]
     with tqdm.tqdm(total=len(kept), desc="timing", disable=not progress) as bar:
@@ -170,7 +168,7 @@ def _compile(chip: str, jobs, workers: int, bar: tqdm.tqdm) -> list[tuple[Any, T
     cut_off = []
     spawn = multiprocessing.get_context("spawn")
     with (
-        _environment(JAX_PLATFORMS="cpu"),
+        compile_report.environment(JAX_PLATFORMS="cpu"),
         concurrent.futures.ProcessPoolExecutor(workers, spawn) as pool,
     ):
         futures = {pool.submit(compile_problem, chip, j[0], j[1].config): j for j in jobs}
@@ -195,20 +193,6 @@ def compile_problem(chip: str, call: tuning.Call, config: Any) -> str | None:
     except Exception as error:
         return _first_line(error)
     return "; ".join(problem for kernel in kernels for problem in kernel.problems()) or None
-
-
-@contextlib.contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    old = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in old.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _time(outcome: Outcome, budget_ms: float, bar: tqdm.tqdm) -> None:
@@ -306,17 +290,19 @@ def _program(options) -> tuple[Callable[..., Any], Sequence[Any]]:
     return getattr(importlib.import_module(module), name)()
 
 
-def _with_gradients(f: Callable[..., Any]) -> Callable[..., Any]:
-    """`f` and its gradients in the floating arguments; `f` alone beside them."""
+def with_gradients(f: Callable[..., Any]) -> Callable[..., Any]:
+    """`f`, and beside it its value with its gradients in all that is floating."""
 
     def run(*args):
-        floating = [i for i, a in enumerate(args) if jnp.issubdtype(a.dtype, jnp.floating)]
+        floating = [jnp.issubdtype(x.dtype, jnp.floating) for x in args]
+        inputs = [x for x, is_float in zip(args, floating) if is_float]
 
-        def of_floating(*xs):
-            return f(*xs, *args[len(floating) :])
+        def of_floating(*inputs):
+            rest = iter(inputs)
+            return f(*(next(rest) if is_float else x for x, is_float in zip(args, floating)))
 
-        out, pullback = jax.vjp(of_floating, *(args[i] for i in floating))
-        return f(*args), pullback(out)
+        value, pullback = jax.vjp(of_floating, *inputs)
+        return f(*args), value, pullback(value)
 
     return run
 
@@ -326,11 +312,15 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m pallas_ops.tune", description=(__doc__ or "").partition("\n")[0]
     )
     common = argparse.ArgumentParser(add_help=False)
-    common.add_argument("--implementation", help="one to tune; default: what None picks")
-    common.add_argument("--chip", help="compile candidates for this card; time and store nothing")
+    common.add_argument(
+        "--chip",
+        choices=compile_report.CHIPS,
+        help="compile candidates for this card; time and store nothing",
+    )
     common.add_argument("--budget-ms", type=float, default=100.0, help="for each candidate")
     common.add_argument("--table", type=pathlib.Path, help="also add the results to this table")
     shaped = argparse.ArgumentParser(add_help=False, parents=[common])
+    shaped.add_argument("--implementation", help="one to tune; default: what None picks")
     shaped.add_argument("--dtype", default="bfloat16", help="bfloat16, float16, float32")
     shaped.add_argument("--forward-only", action="store_true", help="no gradients")
     kinds = parser.add_subparsers(dest="what", required=True)
@@ -387,10 +377,13 @@ def _add_to_table(path: pathlib.Path, outcomes: list[Outcome]) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.chip and options.table:
+        parser.error("--table takes times, and with --chip nothing is timed")
     f, given = options.build(options)
     if not options.forward_only:
-        f = _with_gradients(f)
+        f = with_gradients(f)
     outcomes = tune(f, *given, chip=options.chip, budget_ms=options.budget_ms)
     _show(outcomes)
     if not outcomes:

@@ -289,5 +289,7 @@ def _slug(device_kind: str) -> str:
 
 
 def rounded(size: Any) -> Any:
-    """A size up to the next power of two; a symbolic one as text. For keys."""
-    return 1 << (size - 1).bit_length() if isinstance(size, int) and size > 0 else str(size)
+    """A size up to the next power of two, 0 as it is; a symbolic one as text. For keys."""
+    if not isinstance(size, int):
+        return str(size)
+    return 1 << (size - 1).bit_length() if size > 0 else 0

@@ -100,6 +100,27 @@ def test_fastest_right_candidate_is_kept_and_used(sleeper, cache, caplog):
     assert "Delay(seconds=0.001, wrong=False) from the cache" in caplog.text
 
 
+def test_for_a_named_card_nothing_is_timed_or_stored(cache):
+    (outcome,) = run(attend, *QKV, chip="h200")
+    assert outcome.trials[0].config == chunked.heuristic("NVIDIA H200", *QKV)
+    assert all(t.ms is None for t in outcome.trials)
+    assert outcome.best is None and outcome.stored is None and not list(cache.rglob("*.json"))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "program m:f --implementation xla",  # a program names its own
+        "program m:f --chip h200 --table t.json",
+        "program m:f --chip h2000",
+    ],
+)
+def test_command_line_refuses_what_would_have_no_effect(arguments, capsys):
+    with pytest.raises(SystemExit):
+        tune.main(arguments.split())
+    assert "error: " in capsys.readouterr().err
+
+
 def test_without_a_cache_nothing_is_stored(sleeper, monkeypatch):
     monkeypatch.setenv("PALLAS_OPS_CACHE_DIR", "")
     (outcome,) = run(attend, *QKV)

@@ -12,7 +12,6 @@ import hypothesis
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import pallas_ops
@@ -403,5 +402,5 @@ def check_fit(operation, avals, f):
 
 def test_rounded():
     assert [tuning.rounded(n) for n in (1, 2, 3, 64, 65)] == [1, 2, 4, 64, 128]
-    assert tuning.rounded(0) == "0"
-    assert np.all([isinstance(tuning.rounded(n), int) for n in range(1, 9)])
+    assert tuning.rounded(0) == 0
+    assert tuning.rounded("b") == "b"  # as a symbolic size of jax.export

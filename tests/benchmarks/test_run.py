@@ -74,6 +74,15 @@ def test_a_run_from_the_command_line(tmp_path):
     assert "100%" in done.stderr
 
 
+@pytest.mark.parametrize(
+    "wrong", ["--compile-ahead 0", "--compile-workers 0", "--dtype int8", "--case ("]
+)
+def test_wrong_arguments_are_usage_errors(wrong, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        __main__.main(["run", "--set", "tiny", "--list", *wrong.split()])
+    assert wrong.split()[0] in capsys.readouterr().err
+
+
 def test_list():
     done = command(
         "run", "--set", "fa3", "--set", "decode", "--case", "t512 .*causal|m512", "--list"
