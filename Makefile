@@ -5,6 +5,7 @@ PYTHON ?= python3
 UV ?= .venv-tools/bin/uv
 UV_VERSION := 0.13.9
 WORKERS ?= auto
+GPU_WORKERS ?= 4
 ARGS ?=
 
 # Tests get the processor even where a GPU is present; `make test-gpu` is for the card.
@@ -37,7 +38,7 @@ test-compile: .venv-compile/.stamp ## the tests that compile for a GPU that is n
 	.venv-compile/bin/python -m pytest tests/compile $(ARGS)
 
 test-gpu: .venv/.stamp ## the tests that need a GPU, on this machine's
-	.venv/bin/python -m pytest -m gpu $(ARGS)
+	XLA_PYTHON_CLIENT_PREALLOCATE=false .venv/bin/python -m pytest -m gpu -n $(GPU_WORKERS) --dist worksteal $(ARGS)
 
 lint: .venv/.stamp ## ruff: rules and format
 	.venv/bin/ruff check .
