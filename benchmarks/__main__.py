@@ -1,10 +1,11 @@
 """`python -m benchmarks run` measures, `python -m benchmarks report` shows what was measured."""
 
 import argparse
+import math
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,18 @@ def _commas(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
 
 
-def _positive(text: str) -> int:
-    if int(text) < 1:
-        raise ValueError
-    return int(text)
+def _above_0(number: Callable[[str], float], most: float) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            value = number(text)
+        except ValueError:
+            value = math.nan
+        if not 0 < value <= most:
+            kind = "an integer" if number is int else "a number"
+            raise argparse.ArgumentTypeError(f"{text!r} is not {kind} above 0 and at most {most:g}")
+        return value
+
+    return parse
 
 
 def _regex(text: str) -> str:
@@ -58,28 +67,29 @@ def parser() -> argparse.ArgumentParser:
     )
     run.add_argument(
         "--budget-ms",
-        type=float,
+        type=_above_0(float, 1e9),
         default=150.0,
         metavar="MS",
-        help="of repeats, for each measurement, after the warm-up; default: %(default)g",
+        help="time for the repeats of each measurement, of which there are 5 at least and 200 at"
+        " most; default: %(default)g",
     )
     run.add_argument(
         "--limit-s",
-        type=float,
-        default=float("inf"),
+        type=_above_0(float, math.inf),
+        default=math.inf,
         metavar="S",
         help="begin nothing after this time; default: no limit",
     )
     run.add_argument(
         "--compile-workers",
-        type=_positive,
+        type=_above_0(int, 1e6),
         default=1,
         metavar="N",
         help="threads that compile and compute exact values; default: %(default)s",
     )
     run.add_argument(
         "--compile-ahead",
-        type=_positive,
+        type=_above_0(int, 1e6),
         default=1,
         metavar="N",
         help="cases to compile before the first of them is measured; takes memory for the operands"
@@ -89,7 +99,11 @@ def parser() -> argparse.ArgumentParser:
 
     report = commands.add_parser("report", help="print tables, draw plots, rewrite the documents")
     report.add_argument("files", nargs="*", type=Path, metavar="FILE", help="default: all results")
-    report.add_argument("--check", action="store_true", help="exit 1 where documents are outdated")
+    report.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; exit 1 where documents are outdated or a FILE is damaged",
+    )
     return top
 
 
@@ -100,11 +114,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         report.main(args.files, check=args.check)
         return 0
-    from benchmarks import run
+    from benchmarks import rows, run
 
     try:
         return run.run(args)
-    except run.UsageError as error:
+    except (run.UsageError, rows.WriteError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

@@ -1,9 +1,10 @@
 """Other JAX libraries' attention and grouped matmul, each under `library:variant`.
 
-A loader imports its library and returns the implementation; it raises ImportError with the reason
-where that cannot be. An implementation raises NotImplementedError with the reason for a case that
-its library cannot run. Every library is asked for one implementation by name, so that none of them
-can fall back to another one unseen. Peers of PyTorch run in a process of their own, `torch_peers`.
+A loader imports its library and returns the implementation; it raises ImportError with what is not
+installed. For a device or a case that a library cannot run, loader or implementation raise
+NotImplementedError with the reason. Every library is asked for one implementation by name, so that
+none of them can fall back to another one unseen. Peers of PyTorch run in a process of their own,
+`torch_peers`.
 """
 
 import functools
@@ -36,8 +37,8 @@ _TUNED_BY_TOKAMAX = "NVIDIA H100 80GB HBM3"
 
 
 def _require_gpu() -> None:
-    if jax.default_backend() != "gpu":
-        raise ImportError(f"needs an NVIDIA GPU, this is {jax.default_backend()}")
+    backend = jax.default_backend()
+    refuse(backend != "gpu", f"needs an NVIDIA GPU, this is {backend}")
 
 
 def _jax_nn(implementation: str) -> Attention:

@@ -3,8 +3,9 @@
     python -m benchmarks report FILE...
     python -m benchmarks report --check
 
-What is printed comes from the files named. What is written comes from benchmarks/results/ alone, so
-that a figure in the documents is always one that the repository holds.
+What is printed comes from the files named, and comes first. What is written comes from
+benchmarks/results/ alone, so that a figure in the documents is always one that the repository
+holds.
 """
 
 import sys
@@ -40,8 +41,10 @@ files in [benchmarks/results](../benchmarks/results). Experiments, with what the
   profiler, and one lasts from the start of its first kernel to the end of its last: gaps within a
   call count, the host's work before it does not. Calls of over 10 ms, and all on a CPU, are timed
   one by one by the host (`wall`); `queued` is the host's time of queued calls over their number,
-  where the profiler sees nothing. After a warm-up of 100 ms, in which a GPU settles under its power
-  limit; the median of the repeats, and as spread the distance between their quartiles.
+  where the profiler sees nothing. Repeats take `--budget-ms` (150 unless given), but are 5 at least
+  and 200 at most; their median counts, and as spread the distance between their quartiles. Calls of
+  up to 10 ms on a GPU are first run for 100 ms, 2000 of them at most, in which it settles under its
+  power limit; before longer calls, and on a CPU, a few calls run untimed.
 - **Operands** are random normal numbers. As many sets of them are taken in turn as it needs for
   none to be found in the second-level cache.
 - **Values** are checked before anything is timed, against float64, on a sample of what a large case
@@ -79,16 +82,18 @@ python -m benchmarks report             # tables of all files; rewrites this pag
 python -m benchmarks report --check     # exit 1 where they are not up to date
 ```
 
-Every `report` rewrites them, from all files in benchmarks/results. Of two rows of one device, case,
+The first two rewrite them, from all files in benchmarks/results. Of two rows of one device, case,
 direction, implementation and JAX the newer counts.
 """
 
 
 def main(files: Sequence[Path], *, check: bool = False, root: Path = ROOT) -> None:
-    """Prints tables of `files` (none: all results) and rewrites the documents, or checks them."""
+    """Prints tables of `files` (none: all results) and rewrites the documents, or checks."""
     results = sorted((root / "benchmarks" / "results").glob("*.json"))
     try:
-        printed = tables.read([] if check else files or results)
+        named = tables.read(files or results)
+        if not check:
+            _print(named)
         rows = tables.read(results)
         texts = {root / "docs" / "benchmarks.md": document(rows)}
         readme = root / "README.md"
@@ -111,7 +116,10 @@ def main(files: Sequence[Path], *, check: bool = False, root: Path = ROOT) -> No
         path.unlink()
     for path, some in charts.items():
         plots.draw(some, path)
-    for (device,), of_device in _devices(printed):
+
+
+def _print(rows: Sequence[Row]) -> None:
+    for (device,), of_device in _devices(rows):
         for title, some in _sections(of_device):
             print(f"{device}: {title}. {tables.provenance(some)}\n\n{tables.section(some)}\n")
         print(f"{device}: {_means(of_device)}\n")

@@ -46,8 +46,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.out is None:
         raise UsageError("--out FILE says where the rows go")
-    selection.validate(args)
-    args.out.parent.mkdir(parents=True, exist_ok=True)
+    rows.begin(args.out)
     # PyTorch first: two processes with the card's memory and time between them measure neither.
     torch_rows = _torch_rows(cases, args)
     runner = _Runner(args, _environment(), started + args.limit_s)
@@ -167,8 +166,7 @@ class _Runner:
         row |= dict(flops=shape.flops(direction), bytes=shape.bytes(direction))
         row |= {**self.environment, "error": None} | measured
         self.rows.append(row)
-        with self.args.out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        rows.append(self.args.out, row)
 
     def write_torch(self, cases: Cases, found: dict[tuple[str, ...], Row]) -> None:
         by_case = {shape.case: (set_name, shape) for set_name, shape in cases}
@@ -195,8 +193,6 @@ class _Runner:
 
     def _parts(self, shape: Shape) -> list[tuple[Any, list[str]]]:
         """What there is to measure for a case: operations and names of implementations."""
-        if not selection.directions(self.args, shape):
-            return []
         names = list(self.loaded[shape.op])
         parts = [(operations.of(shape), [n for n in names if n != "dense"])]
         if "dense" in names and isinstance(shape, shapes.GroupedShape):

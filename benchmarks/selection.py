@@ -21,20 +21,26 @@ OPS = {"attention": flash_attention_fwd, "grouped_matmul": ragged_dot_op}
 
 
 class UsageError(ValueError):
-    """What was asked for does not exist."""
+    """What was asked for does not exist, or comes to nothing."""
 
 
 def choose(given: Sequence[str] | None, known: Sequence[str], what: str) -> list[str]:
     names = list(dict.fromkeys(given if given is not None else known))
+    if not names:
+        raise UsageError(f"no {what} is named; there are {', '.join(known)}")
     if unknown := [name for name in names if name not in known]:
         raise UsageError(f"no {what} {', '.join(unknown)}; there are {', '.join(known)}")
     return names
 
 
 def cases(args: argparse.Namespace) -> Cases:
+    """The cases that there is something to measure of; raises where a name selects nothing."""
     if not args.set:
         raise UsageError(f"--set names one or more of {', '.join(shapes.SETS)}")
     ops = choose(args.op, tuple(OPS), "operation")
+    choose(args.direction, [*dict.fromkeys([*shapes.FORWARD_AND, *shapes.PRODUCTS])], "direction")
+    known = [name for op in OPS for name in _implementations(op)]
+    choose(args.impl, [*dict.fromkeys([*known, *peers.ALIASES])], "implementation")
     found: dict[str, tuple[str, Shape]] = {}
     for name in choose(args.set, tuple(shapes.SETS), "set"):
         for part in shapes.GATHERED.get(name, (name,)):
@@ -44,25 +50,42 @@ def cases(args: argparse.Namespace) -> Cases:
                     found.setdefault(shape.case, (part, shape))
     if not found:
         raise UsageError("no case is left; see --list")
-    return list(found.values())
+    left = [
+        (name, shape)
+        for name, shape in found.values()
+        if directions(args, shape) and set(requested(args)) & {*_implementations(shape.op)}
+    ]
+    possible = {d for _, shape in left for d in shape.directions}
+    idle = [f"--direction {d}" for d in args.direction or () if d not in possible]
+    possible = {n for _, shape in left for n in _implementations(shape.op)}
+    idle += [f"--impl {n}" for n in args.impl or () if not possible & {*_spelled_out([n])}]
+    if idle:
+        ops = ", ".join(dict.fromkeys(shape.op for _, shape in found.values()))
+        raise UsageError(f"nothing of {ops} is left to measure with {', '.join(idle)}")
+    return left
 
 
 def directions(args: argparse.Namespace, shape: Shape) -> list[str]:
     return [d for d in shape.directions if args.direction is None or d in args.direction]
 
 
-def validate(args: argparse.Namespace) -> None:
-    every = dict.fromkeys([*shapes.FORWARD_AND, *shapes.PRODUCTS])
-    choose(args.direction, tuple(every), "direction")
-    libraries = (peers.ATTENTION, peers.GROUPED, *torch_libraries.LOADERS.values())
-    theirs = [name for table in (peers.ALIASES, *libraries) for name in table]
-    choose(args.impl, ["ours", "dense", *dispatch.NAMES, *theirs], "implementation")
+def _theirs(op: str) -> dict[str, Callable[[], Any]]:
+    return peers.ATTENTION if op == "attention" else peers.GROUPED
+
+
+def _implementations(op: str) -> list[str]:
+    """All that can be asked for of an operation, aliases of peers apart."""
+    ours = ["ours", *["dense"] * (op == "grouped_matmul"), *dispatch.NAMES]
+    return [*ours, *_theirs(op), *torch_libraries.LOADERS[op]]
+
+
+def _spelled_out(names: Sequence[str]) -> list[str]:
+    return list(dict.fromkeys(n for name in names for n in peers.ALIASES.get(name, (name,))))
 
 
 def requested(args: argparse.Namespace) -> list[str]:
     """Names as asked for, aliases of peers spelled out."""
-    given = ["ours"] if args.impl is None else args.impl
-    return list(dict.fromkeys(n for name in given for n in peers.ALIASES.get(name, (name,))))
+    return _spelled_out(["ours"] if args.impl is None else args.impl)
 
 
 def torch_names(args: argparse.Namespace, op: str) -> list[str]:
@@ -71,7 +94,7 @@ def torch_names(args: argparse.Namespace, op: str) -> list[str]:
 
 def loaders(args: argparse.Namespace, op: str) -> dict[str, Callable[[], Any]]:
     """How to get each implementation of an operation that runs in this process."""
-    theirs = peers.ATTENTION if op == "attention" else peers.GROUPED
+    theirs = _theirs(op)
     ours = operations.our_attention if op == "attention" else operations.our_grouped
     device = jax.devices()[0]
     here = device.platform

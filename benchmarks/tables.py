@@ -1,8 +1,8 @@
 """Result files: read strictly, the newest row of each measurement kept, and laid out as tables."""
 
+import datetime
 import json
 import math
-import re
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -16,6 +16,9 @@ YARDSTICKS = ("dense", "reference")
 DIRECTIONS = {shape.op: shape.directions for shape in (AttentionShape, GroupedShape)}
 ERRORS = ("refused: ", "not installed: ", "wrong: ", "out of memory: ", "failed: ")
 DASH = "-"
+# What is computed of figures between these is finite.
+_LEAST, _MOST = 1e-30, 1e30
+_MAY_BE_0 = ("ms_spread", "compile_s", "temp_bytes")
 _NONE = type(None)
 _NUMBER = (int, float)
 _COMMON = {
@@ -56,7 +59,8 @@ def read(paths: Iterable[Path]) -> list[Row]:
             where = f"{path}, line {number}"
             try:
                 row = json.loads(line, parse_constant=float)
-            except ValueError as error:
+                json.dumps(row, ensure_ascii=False).encode()  # fails for half of a surrogate pair
+            except (ValueError, RecursionError) as error:
                 raise ValueError(f"{where}: not JSON ({error})") from None
             if fault := _fault(row):
                 raise ValueError(f"{where}: {fault}")
@@ -78,8 +82,8 @@ def _sizes(row: Row) -> tuple:
 
 
 def _fault(row: Any) -> str | None:
-    if not isinstance(row, dict) or "op" not in row:
-        return "no object with the key `op`"
+    if not isinstance(row, dict) or not isinstance(row.get("op"), str):
+        return "no object with a name as `op`"
     if row["op"] not in _KEYS:
         return None
     keys = _KEYS[row["op"]]
@@ -87,24 +91,35 @@ def _fault(row: Any) -> str | None:
         return f"missing {', '.join(missing)}"
     for key, types in keys.items():
         value = row[key]
-        finite = not isinstance(value, float) or math.isfinite(value)
-        if type(value) not in types or not finite:
+        if type(value) not in types:
             return f"`{key}` is {value!r}"
-    times = ("ms", "tflops", "flops", "bytes", "peak_tflops", "peak_gbps")
-    if bad := [key for key in times if row[key] is not None and row[key] <= 0]:
-        return f"`{bad[0]}` is {row[bad[0]]!r}, not above 0"
+        least = 0 if key in _MAY_BE_0 else _LEAST
+        if type(value) in _NUMBER and not least <= value <= _MOST:
+            return f"`{key}` is {value!r:.40}, not between {least:g} and {_MOST:g}"
+    window = row["window"] if row["op"] == "attention" else None
+    if window is not None and not (
+        len(window) == 2 and all(type(side) is int and side >= 0 for side in window)
+    ):
+        return f"`window` is {window!r}, not two sizes"
     if row["direction"] not in DIRECTIONS[row["op"]]:
         return f"`direction` is {row['direction']!r}, none of {', '.join(DIRECTIONS[row['op']])}"
     if kind(row) == "peer" and ":" not in row["implementation"]:
         return f"`implementation` is {row['implementation']!r}, not ours and no library:variant"
-    if not re.fullmatch(r"\d{4}-\d\d-\d\d", row["date"]):
-        return f"`date` is {row['date']!r}, not YYYY-MM-DD"
+    if not _is_date(row["date"]):
+        return f"`date` is {row['date']!r}, no date as YYYY-MM-DD"
     if row["error"] is not None and not row["error"].startswith(ERRORS):
         return f"`error` is {row['error']!r}, which begins with none of {', '.join(ERRORS)}"
     for key in ("ms", "ms_spread", "tflops"):
         if (row[key] is None) != (row["error"] is not None):
             return f"`{key}` is {row[key]!r} with `error` {row['error']!r}: one of them is null"
     return None
+
+
+def _is_date(text: str) -> bool:
+    try:
+        return datetime.date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False
 
 
 def kind(row: Row) -> str:

@@ -1,8 +1,8 @@
 """PyTorch's attention and grouped matmul and those of libraries for it, under `library:variant`.
 
-Imports nothing but NumPy: a loader imports its library, and raises ImportError with the reason
-where that cannot be. What it returns makes an implementation of a shape, or raises
-NotImplementedError with the reason why the library cannot run it.
+Imports nothing but NumPy: a loader imports its library, and raises ImportError with what is not
+installed. What it returns makes an implementation of a shape. Both raise NotImplementedError with
+the reason where the library cannot run on this device, or this shape.
 """
 
 import importlib
@@ -42,7 +42,7 @@ def document_starts(shape: AttentionShape) -> np.ndarray:
 
 
 def refuse(when: bool, reason: str) -> None:
-    """Says why a library cannot run a case."""
+    """Says why a library cannot run here, or cannot run a case."""
     if when:
         raise NotImplementedError(reason)
 
@@ -59,8 +59,7 @@ def require(module: str, package: str) -> Any:
 
 def _torch() -> Any:
     torch = require("torch", "torch")
-    if not torch.cuda.is_available():
-        raise ImportError("needs an NVIDIA GPU")
+    refuse(not torch.cuda.is_available(), "needs an NVIDIA GPU")
     return torch
 
 

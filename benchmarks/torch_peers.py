@@ -199,8 +199,7 @@ def _measure_all(args: argparse.Namespace, cases: Sequence[Row]) -> None:
     def write(case: Row, direction: str, name: str, measured: Row) -> None:
         row = dict(case=case["case"], direction=direction, implementation=name)
         row |= dict.fromkeys(MEASURED) | dict(jax=version, error=None) | measured
-        with args.out.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+        rows.append(args.out, row)
         figures = f"{row['ms']} ms, {row['tflops']} TFLOP/s" if row["ms"] else row["error"]
         print(f"{row['case']}  {direction}  {name}  {figures}", file=sys.stderr, flush=True)
 

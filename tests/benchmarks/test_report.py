@@ -163,12 +163,23 @@ def test_other_programs_are_left_out(repository):
     ("line", "fault"),
     [
         ('{"op": "attention"', "not JSON"),
-        ("[1]", "no object with the key `op`"),
+        ("[1]", "no object with a name as `op`"),
+        ({"op": ["a"]}, "no object with a name as `op`"),
+        ("[" * 100_000, "not JSON"),
+        (attention(case="\ud800"), "not JSON"),
         (b'{"op": "\xff"}', "not JSON"),
         ({k: v for k, v in grouped().items() if k not in ("timer", "n")}, "missing timer, n"),
         (attention(lengths=1), "`lengths` is 1"),
         (attention(tflops=float("nan")), "`tflops` is nan"),
-        (attention() | dict(ms=0), "`ms` is 0, not above 0"),
+        (attention() | dict(ms=0), "`ms` is 0, not between 1e-30 and 1e+30"),
+        (attention() | dict(ms=10**400), "`ms` is 1000"),
+        (attention() | dict(ms=1e-320), "`ms` is 1e-320"),
+        (attention(ms_spread=-3), "`ms_spread` is -3"),
+        (attention(temp_bytes=-1), "`temp_bytes` is -1"),
+        (attention(heads=-1), "`heads` is -1"),
+        (attention(window=["a", "b"]), "`window` is ['a', 'b']"),
+        (attention(window=[1]), "`window` is [1]"),
+        (attention(date="2026-99-99"), "`date` is '2026-99-99'"),
         (attention(direction="dlhs"), "`direction` is 'dlhs'"),
         (attention("cudnn"), "`implementation` is 'cudnn'"),
         (attention(date="1.12.2026"), "`date` is '1.12.2026'"),
@@ -192,6 +203,28 @@ def test_damaged_lines_are_named(repository, line, fault):
 def test_missing_file_is_named(repository):
     with pytest.raises(SystemExit, match=r"nothing\.json"):
         report.main([repository.root / "nothing.json"], root=repository.root)
+
+
+def test_named_files_are_printed_whatever_the_results_are(repository, capsys):
+    repository("bad.json").write_text("garbage")
+    good = repository("good.json", attention(ms=7.77), folder="elsewhere")
+    with pytest.raises(SystemExit, match=r"bad\.json, line 1: "):
+        report.main([good], root=repository.root)
+    assert "7.77" in capsys.readouterr().out
+
+
+def test_check_reads_the_files_that_are_named(repository, capsys):
+    repository("h200.json", attention())
+    report.main([], root=repository.root)
+    capsys.readouterr()
+    bad = repository("bad.json", {"op": "attention"}, folder="elsewhere")
+    for path in (bad, repository.root / "nothing.json"):
+        with pytest.raises(SystemExit, match=path.name):
+            report.main([path], check=True, root=repository.root)
+    report.main(
+        [repository("good.json", grouped(), folder="elsewhere")], check=True, root=repository.root
+    )
+    assert capsys.readouterr().out == ""
 
 
 def test_documents_come_from_results_alone(repository, capsys):

@@ -64,6 +64,14 @@ def test_the_process_of_torch_without_torch(tmp_path, monkeypatch):
     assert sorted(found) == sorted(wanted)
 
 
+def test_the_process_of_torch_without_a_gpu(tmp_path, monkeypatch):
+    torch = stand_in_for_torch()
+    torch.cuda.is_available = lambda: False
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    errors = {r["error"] for r in torch_rows(tmp_path) if r["implementation"].startswith("torch:")}
+    assert errors == {"refused: needs an NVIDIA GPU"}
+
+
 def test_the_process_of_torch_takes_no_jax_device(tmp_path):
     (tmp_path / "cases.json").write_text("")
     command = (
