@@ -15,7 +15,6 @@ compute capability per process: Mosaic GPU registers its passes once, for the fi
 import argparse
 import contextlib
 import hashlib
-import importlib
 import itertools
 import os
 import pathlib
@@ -32,8 +31,8 @@ import numpy as np
 from jax.experimental import topologies
 from jax.extend.mlir import ir
 
-from pallas_ops import toolchain
-from pallas_ops.chips import CHIPS, chip_of
+from pallas_ops import programs, toolchain
+from pallas_ops.chips import CHIPS, Chip, chip_of
 from pallas_ops.compiled import Kernel, read_dumps
 from pallas_ops.toolchain import available
 
@@ -42,6 +41,7 @@ __all__ = [
     "CompileError",
     "Kernel",
     "available",
+    "card",
     "chip_of",
     "compile_for",
     "devices",
@@ -81,6 +81,7 @@ def compile_for(
       The compiled program (`as_text()`, `memory_analysis()`) and its Mosaic GPU kernels.
 
     Raises:
+      ValueError: there is no such chip.
       CompileError: the program can't be compiled, on this machine, in this process or at all.
     """
     # Some of a kernel's files are written when it is lowered.
@@ -114,7 +115,12 @@ def lower_for(
     mesh = jax.sharding.Mesh(np.array([device]), ("_",))
     here = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     args = jax.tree.map(
-        lambda a: a if a.sharding else jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here), args
+        lambda a: (
+            a
+            if isinstance(a, jax.ShapeDtypeStruct) and a.sharding
+            else jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here)
+        ),
+        args,
     )
     if not jax.tree.leaves(args):
         jit_options.setdefault("out_shardings", here)
@@ -128,21 +134,28 @@ def lower_for(
             raise CompileError(_reason(error)) from error
 
 
+def card(chip: str) -> Chip:
+    """A card by its name in `CHIPS`; a ValueError says which there are."""
+    if chip not in CHIPS:
+        raise ValueError(f"chip must be one of {', '.join(CHIPS)}, got {chip!r}")
+    return CHIPS[chip]
+
+
 def devices(chip: str = "h200", count: int = 1):
     """`count` devices of the named chip, to compile for; nothing can run on them."""
     return topologies.get_topology_desc(
-        platform="cuda", topology=f"1x1x{count}", target_config=CHIPS[chip].target_config()
+        platform="cuda", topology=f"1x1x{count}", target_config=card(chip).target_config()
     ).devices
 
 
 def _check_process(chip: str) -> None:
     global _capability
+    capability = card(chip).major, card(chip).minor
     reason = available()
     if reason is None and jax.config.jax_platforms != "cpu":
         reason = "the process must be started with JAX_PLATFORMS=cpu"
     if reason is not None:
         raise CompileError(f"nothing can be compiled for {chip}: {reason}")
-    capability = CHIPS[chip].major, CHIPS[chip].minor
     if _capability not in (None, capability):
         raise CompileError(
             f"this process has compiled for compute capability {_capability}; Mosaic GPU takes no"
@@ -268,23 +281,31 @@ def example():
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("what", nargs="?", help="module:function that returns (f, args)")
-    parser.add_argument("--chip", choices=CHIPS, default="h200")
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0],
+        epilog="Exit codes: 1 where the program can't be compiled or something is wrong with a"
+        " kernel; 2 where no program is named.",
+    )
+    parser.add_argument(
+        "what",
+        nargs="?",
+        help="module:function that returns (f, args); default: a small kernel for Hopper",
+    )
+    parser.add_argument(
+        "--chip", choices=CHIPS, default="h200", help="the card to compile for (default: h200)"
+    )
     options = parser.parse_args(arguments)
     jax.config.update("jax_platforms", "cpu")
-
-    build = example
-    if options.what:
-        module, _, name = options.what.partition(":")
-        sys.path.insert(0, os.getcwd())
-        build = getattr(importlib.import_module(module), name)
-    f, args = build()
+    try:
+        f, args = example() if options.what is None else programs.named(options.what)
+    except ValueError as error:
+        parser.error(str(error))
     start = time.perf_counter()
     try:
         kernels = report(f, args, options.chip)
     except CompileError as error:
-        print(f"can't be compiled for {options.chip}: {error}")
+        # An assembler says the same of each instruction.
+        print(f"can't be compiled for {options.chip}: {str(error).partition(chr(10))[0]}")
         return 1
     print(f"JAX {jax.__version__}, {options.chip}: {time.perf_counter() - start:.1f} s")
     print(f"assembler: {toolchain.assembler() or 'none used'}")

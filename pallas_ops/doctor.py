@@ -74,9 +74,9 @@ def _present_chip(found: Findings) -> str | None:
     try:
         with log:
             devices = jax.devices("gpu")
-    except RuntimeError as error:
+    except Exception as error:  # an AssertionError, where JAX_PLATFORMS leaves it nothing
         devices = []
-        log.texts.append(str(error))
+        log.texts.append(str(error) or f"{type(error).__name__} in JAX")
     if devices:
         kind = devices[0].device_kind
         found.say(f"device: {len(devices)} x {kind}, driver {driver or 'unknown'}")
@@ -84,6 +84,13 @@ def _present_chip(found: Findings) -> str | None:
             found.say(f"kernels for a {kind} can't be checked; name a card like it with --chip")
         return chip_of(kind)
     if driver is None:
+        try:
+            jax.default_backend()
+        except Exception:
+            reason = log.texts[0].partition("\n")[0]
+            found.say("device: none")
+            found.blame(f"JAX fails with JAX_PLATFORMS={jax.config.jax_platforms}: {reason}")
+            return None
         found.say("device: no GPU, so that every call runs xla (--chip checks a named GPU)")
         return None
     reason = log.texts[0].partition("\n")[0]
@@ -156,6 +163,8 @@ def _tuning_cache(found: Findings) -> None:
         found.say("tuning cache: off (PALLAS_OPS_CACHE_DIR is empty)")
         return
     found.say(f"tuning cache: {folder}, {len(list(folder.rglob('*.json')))} entries")
+    if problem := tuning.cache_problem():
+        found.blame(problem, "  ")
     for path, reason in tuning.damaged():
         found.blame(f"{path} is ignored: {reason}; delete it or tune again", "  ")
 

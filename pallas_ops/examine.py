@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import pallas_ops
 from pallas_ops import compile_report, dispatch, toolchain
 from pallas_ops.chips import CHIPS
-from pallas_ops.tune import with_gradients
+from pallas_ops.programs import with_gradients
 
 _HOPPER = (9, 0)
 

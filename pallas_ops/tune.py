@@ -17,8 +17,8 @@ import concurrent.futures.process
 import dataclasses
 import datetime
 import functools
-import importlib
 import json
+import math
 import multiprocessing
 import os
 import pathlib
@@ -31,8 +31,8 @@ import jax.numpy as jnp
 import numpy as np
 import tqdm
 
-import pallas_ops
-from pallas_ops import compile_report, dispatch, timing, tuning
+from pallas_ops import compile_report, dispatch, programs, timing, tuning
+from pallas_ops.grouped_matmul.epilogue import ACTIVATIONS
 
 # Relative root mean square by which a candidate's results may differ from the first one's.
 _TOLERANCE = {2: 2e-2, 4: 1e-3, 8: 1e-3}  # by bytes of the dtype
@@ -49,12 +49,13 @@ class Trial:
 
 @dataclasses.dataclass
 class Outcome:
-    """What came of one call: the trials, the heuristic's choice first."""
+    """What came of one call: the trials, the heuristic's choice first; why none or not stored."""
 
     call: tuning.Call
     key: dict[str, Any]
     trials: list[Trial]
     stored: pathlib.Path | None = None
+    note: str | None = None
 
     @property
     def best(self) -> Trial | None:
@@ -81,28 +82,59 @@ def tune(
 
     Returns:
       An outcome for each distinct call; what was fastest is in the user's cache.
+
+    Raises:
+      ValueError: there is no such chip, or `budget_ms` is not positive and finite.
+      OSError: the user's cache can't be written.
     """
+    platform = _ready(chip, budget_ms)
+    return _tuned(calls_of(f, *args, platform=platform), chip, budget_ms, progress)
+
+
+def _ready(chip: str | None, budget_ms: float) -> str:
+    """The platform to lower for, once it is certain that the results can be had and kept."""
+    if not 0 < budget_ms < math.inf:
+        raise ValueError(f"budget_ms must be positive and finite, got {budget_ms}")
+    if chip is not None:
+        compile_report.card(chip)
+        return "cuda"
+    if problem := tuning.cache_problem():
+        raise OSError(problem)
+    platform = jax.devices()[0].platform
+    return "cuda" if platform == "gpu" else platform
+
+
+def _tuned(
+    calls: Sequence[tuning.Call], chip: str | None, budget_ms: float, progress: bool
+) -> list[Outcome]:
     device = jax.devices()[0]
-    platform = "cuda" if chip or device.platform == "gpu" else device.platform
-    kind = compile_report.CHIPS[chip].device_kind if chip else device.device_kind
-    outcomes = [_candidates(call, kind) for call in calls_of(f, *args, platform=platform)]
-    _drop_uncompilable(outcomes, chip or compile_report.chip_of(kind), progress)
+    kind = compile_report.card(chip).device_kind if chip else device.device_kind
+    outcomes = [_candidates(call, kind) for call in calls]
+    _drop_uncompilable(outcomes, chip or compile_report.chip_of(kind), progress, asked=chip)
     if chip is not None:
         return outcomes
     kept = [(o, t) for o in outcomes for t in o.trials if t.dropped is None]
-    with tqdm.tqdm(total=len(kept), desc="timing", disable=not progress) as bar:
+    with tqdm.tqdm(total=len(kept), desc="timing", disable=not (progress and kept)) as bar:
         for outcome in outcomes:
-            _time(outcome, budget_ms, bar)
+            if outcome.trials:
+                _time(outcome, budget_ms, bar)
     for outcome in outcomes:
-        if outcome.best is not None and tuning.cache_directory() is not None:
-            outcome.stored = tuning.store(
-                device.device_kind, outcome.call, outcome.key, outcome.best.config, **facts(outcome)
-            )
+        if outcome.best is None:
+            continue
+        call, key, config = outcome.call, outcome.key, outcome.best.config
+        try:
+            outcome.stored = tuning.store(kind, call, key, config, **facts(outcome))
+        except (OSError, ValueError) as error:  # the times are worth showing all the same
+            outcome.note = f"not stored: {error}"
     return outcomes
 
 
 def calls_of(f: Callable[..., Any], *args: Any, platform: str) -> list[tuning.Call]:
     """The calls in a program for which a config would be looked up."""
+    return [call for call, reason in _all_calls(f, args, platform).items() if reason is None]
+
+
+def _all_calls(f, args, platform: str) -> dict[tuning.Call, str | None]:
     with tuning.collect() as calls:
         # A function of its own, so that no cache hides the lowering.
         jax.jit(lambda *args: f(*args)).trace(*args).lower(lowering_platforms=(platform,))
@@ -140,16 +172,23 @@ def _entry(call: tuning.Call) -> tuple[dispatch.Implementation, tuning.Tunable]:
 def _candidates(call: tuning.Call, device_kind: str) -> Outcome:
     entry, tunable = _entry(call)
     params = dict(call.params)
+    key = tunable.key(*call.avals, **params)
+    if any(0 in x.shape for x in call.avals):
+        return Outcome(call, key, [], note="there is nothing to time in an empty call")
     configs = [tunable.heuristic(device_kind, *call.avals, **params)]
     configs += tunable.candidates(*call.avals, **params)
     fits = lambda c: entry.refuse(*call.avals, config=c, **params) is None
     trials = [Trial(c) for c in dict.fromkeys(configs) if fits(c)]
-    return Outcome(call, tunable.key(*call.avals, **params), trials)
+    return Outcome(call, key, trials)
 
 
-def _drop_uncompilable(outcomes: list[Outcome], chip: str | None, progress: bool) -> None:
+def _drop_uncompilable(
+    outcomes: list[Outcome], chip: str | None, progress: bool, asked: str | None
+) -> None:
     jobs = [(o.call, t) for o in outcomes if _is_kernel(o.call) for t in o.trials]
     if not jobs:
+        if asked:
+            print("Nothing is compiled: no candidate is of a GPU kernel", file=sys.stderr)
         return
     reason = compile_report.available() if chip else "this device is none that it knows"
     if chip is None or reason is not None:
@@ -161,6 +200,8 @@ def _drop_uncompilable(outcomes: list[Outcome], chip: str | None, progress: bool
             if _compile(chip, [job], 1, bar):
                 job[1].dropped = "the compiler ended its process"
                 bar.update()
+    if asked:
+        print(f"Compiled for {chip}: {len(jobs)} candidates of GPU kernels", file=sys.stderr)
 
 
 def _compile(chip: str, jobs, workers: int, bar: tqdm.tqdm) -> list[tuple[Any, Trial]]:
@@ -242,74 +283,11 @@ def _first_line(error: Exception) -> str:
 # The command line.
 
 
-def _attention(options) -> tuple[Callable[..., Any], Sequence[Any]]:
-    s, kv_heads = options.kv_length or options.length, options.kv_heads or options.heads
-    v_dim = options.v_head_dim or options.head_dim
-    shapes = [
-        (options.batch, options.length, options.heads, options.head_dim),
-        (options.batch, s, kv_heads, options.head_dim),
-        (options.batch, s, kv_heads, v_dim),
-    ]
-    given = [jax.ShapeDtypeStruct(x, options.dtype) for x in shapes]
-    keywords: dict[str, Any] = dict(
-        is_causal=options.causal,
-        local_window_size=tuple(options.window) if options.window else None,
-        implementation=options.implementation,
-    )
-    if options.segments:
-        given += [jax.ShapeDtypeStruct((options.batch, n), jnp.int32) for n in (options.length, s)]
-
-    def attend(query, key, value, *segments):
-        names = ("q_segment_ids", "kv_segment_ids")
-        return pallas_ops.flash_attention(
-            query, key, value, **dict(zip(names, segments)), **keywords
-        )
-
-    return attend, given
-
-
-def _grouped(options) -> tuple[Callable[..., Any], Sequence[Any]]:
-    shapes = [(options.rows, options.k), (options.groups, options.k, options.n)]
-    given = [jax.ShapeDtypeStruct(x, options.dtype) for x in shapes]
-
-    def product(lhs, rhs, group_sizes):
-        return pallas_ops.ragged_dot(
-            lhs,
-            rhs,
-            group_sizes,
-            activation=options.activation,
-            implementation=options.implementation,
-        )
-
-    return product, [*given, jax.ShapeDtypeStruct((options.groups,), jnp.int32)]
-
-
-def _program(options) -> tuple[Callable[..., Any], Sequence[Any]]:
-    module, _, name = options.function.partition(":")
-    sys.path.insert(0, os.getcwd())
-    return getattr(importlib.import_module(module), name)()
-
-
-def with_gradients(f: Callable[..., Any]) -> Callable[..., Any]:
-    """`f`, and beside it its value with its gradients in all that is floating."""
-
-    def run(*args):
-        floating = [jnp.issubdtype(x.dtype, jnp.floating) for x in args]
-        inputs = [x for x, is_float in zip(args, floating) if is_float]
-
-        def of_floating(*inputs):
-            rest = iter(inputs)
-            return f(*(next(rest) if is_float else x for x, is_float in zip(args, floating)))
-
-        value, pullback = jax.vjp(of_floating, *inputs)
-        return f(*args), value, pullback(value)
-
-    return run
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m pallas_ops.tune", description=(__doc__ or "").partition("\n")[0]
+        prog="python -m pallas_ops.tune",
+        description=(__doc__ or "").partition("\n")[0],
+        epilog="Exit codes: 1 where no candidate is left of some call; 2 where nothing was tried.",
     )
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument(
@@ -320,31 +298,41 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--budget-ms", type=float, default=100.0, help="for each candidate")
     common.add_argument("--table", type=pathlib.Path, help="also add the results to this table")
     shaped = argparse.ArgumentParser(add_help=False, parents=[common])
-    shaped.add_argument("--implementation", help="one to tune; default: what None picks")
-    shaped.add_argument("--dtype", default="bfloat16", help="bfloat16, float16, float32")
+    shaped.add_argument(
+        "--implementation", choices=dispatch.NAMES, help="one to tune; default: what None picks"
+    )
+    shaped.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
     shaped.add_argument("--forward-only", action="store_true", help="no gradients")
     kinds = parser.add_subparsers(dest="what", required=True)
 
     attention = kinds.add_parser("attention", parents=[shaped], help="flash_attention")
     for name in ("batch", "length", "heads", "head-dim"):
-        attention.add_argument(f"--{name}", type=int, required=True)
+        attention.add_argument(f"--{name}", type=_size, required=True)
     for name in ("kv-length", "kv-heads", "v-head-dim"):
-        attention.add_argument(f"--{name}", type=int)
+        attention.add_argument(f"--{name}", type=_size)
     attention.add_argument("--causal", action="store_true")
     attention.add_argument("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"))
     attention.add_argument("--segments", action="store_true", help="packed documents")
-    attention.set_defaults(build=_attention)
+    attention.set_defaults(build=programs.attention)
 
     grouped = kinds.add_parser("grouped", parents=[shaped], help="ragged_dot and its gradients")
     for name in ("rows", "k", "n", "groups"):
-        grouped.add_argument(f"--{name}", type=int, required=True)
-    grouped.add_argument("--activation", help="of the epilogue, as in ragged_dot")
-    grouped.set_defaults(build=_grouped)
+        grouped.add_argument(f"--{name}", type=_size, required=True)
+    grouped.add_argument(
+        "--activation", choices=ACTIVATIONS, help="of the epilogue, as in ragged_dot"
+    )
+    grouped.set_defaults(build=programs.grouped)
 
     whole = kinds.add_parser("program", parents=[common], help="all calls in a program")
     whole.add_argument("function", help="module:function that returns (f, args)")
-    whole.set_defaults(build=_program, forward_only=True)
+    whole.set_defaults(build=lambda options: programs.named(options.function), forward_only=True)
     return parser
+
+
+def _size(text: str) -> int:
+    if (size := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"a size is 0 or more, got {text}")
+    return size
 
 
 def _show(outcomes: list[Outcome]) -> None:
@@ -355,25 +343,22 @@ def _show(outcomes: list[Outcome]) -> None:
             print(f"  {'*' if trial is o.best else ' '} {trial.config}: {result}")
         if o.stored is not None:
             print(f"  stored in {o.stored}")
+        if o.note is not None:
+            print(f"  {o.note}")
 
 
-def _add_to_table(path: pathlib.Path, outcomes: list[Outcome]) -> None:
-    entries = json.loads(path.read_text())["entries"] if path.exists() else []
-    name = lambda e: (e["operation"], e["implementation"], json.dumps(e["key"], sort_keys=True))
-    by_name = {name(e): e for e in entries}
-    for o in outcomes:
-        if o.best is not None:
-            entry = dict(
-                operation=o.call.operation,
-                implementation=o.call.implementation,
-                key=o.key,
-                config=dataclasses.asdict(o.best.config),
-                **facts(o),
-            )
-            by_name[name(entry)] = entry
-    lines = ",\n".join(json.dumps(by_name[n]) for n in sorted(by_name))
-    device = json.dumps(jax.devices()[0].device_kind)
-    path.write_text(f'{{"device": {device}, "entries": [\n{lines}\n]}}\n')
+def _table_entries(outcomes: list[Outcome]) -> list[dict[str, Any]]:
+    return [
+        dict(
+            operation=o.call.operation,
+            implementation=o.call.implementation,
+            key=o.key,
+            config=dataclasses.asdict(o.best.config),
+            **facts(o),
+        )
+        for o in outcomes
+        if o.best is not None
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -381,15 +366,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.chip and options.table:
         parser.error("--table takes times, and with --chip nothing is timed")
-    f, given = options.build(options)
-    if not options.forward_only:
-        f = with_gradients(f)
-    outcomes = tune(f, *given, chip=options.chip, budget_ms=options.budget_ms)
+    kind, entries = jax.devices()[0].device_kind, []
+    try:
+        platform = _ready(options.chip, options.budget_ms)
+        if options.table:
+            entries = tuning.read_table(options.table, kind)
+        f, args = options.build(options)
+        f = f if options.forward_only else programs.with_gradients(f)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    try:
+        calls = _all_calls(f, args, platform)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        if options.what == "program":
+            raise  # the traceback leads into it
+        parser.error(str(error).partition("\n")[0])
+    tunable = [call for call, reason in calls.items() if reason is None]
+    outcomes = _tuned(tunable, options.chip, options.budget_ms, progress=True)
     _show(outcomes)
     if not outcomes:
-        print("nothing to tune: no call of pallas_ops without a config of its own")
+        reasons = [f"{c.operation}, {c.implementation}: {reason}" for c, reason in calls.items()]
+        reasons = list(dict.fromkeys(reasons)) or ["the program has no call of pallas_ops"]
+        print("nothing to tune:", "; ".join(reasons))
     if options.table:
-        _add_to_table(options.table, outcomes)
+        tuning.write_table(options.table, kind, [*entries, *_table_entries(outcomes)])
     return 0 if all(any(t.dropped is None for t in o.trials) for o in outcomes) else 1
 
 

@@ -16,6 +16,7 @@ import os
 import pathlib
 import re
 import tempfile
+import typing
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -56,12 +57,42 @@ class Configs(NamedTuple):
 
 # Part of the keys of JAX's compilation caches.
 _override = jax.make_user_context(None)
-_CONFIG_TYPES: set[type] = set()
+_CONFIG_TYPES: dict[tuple[str, str], type] = {}
 
 
-def register(config_type: type) -> None:
-    """Makes a type of configs known to `use`."""
-    _CONFIG_TYPES.add(config_type)
+def register(operation: str, implementation: str, config_type: type) -> None:
+    """Makes a type of configs known to `use` and to what reads the cache."""
+    _CONFIG_TYPES[operation, implementation] = config_type
+
+
+def name_of(config_type: type) -> str:
+    """A type's name with its module: kernels call theirs alike."""
+    return f"{config_type.__module__}.{config_type.__qualname__}".removeprefix("builtins.")
+
+
+def check_fields(config: Any) -> None:
+    """Raises a TypeError where a config's field is not of its annotated type; True is no int."""
+    for name, types in _field_types(type(config)).items():
+        value = getattr(config, name)
+        if type(value) not in types:
+            expected = " or ".join(t.__name__.replace("NoneType", "None") for t in types)
+            raise TypeError(f"{name} must be of type {expected}, got {value!r}")
+
+
+@functools.cache
+def _field_types(config_type: type) -> dict[str, tuple[type, ...]]:
+    hints = typing.get_type_hints(config_type)
+    names = [field.name for field in dataclasses.fields(config_type)]
+    return {name: typing.get_args(hints[name]) or (hints[name],) for name in names}
+
+
+def _check_given(configs: tuple[Any, ...]) -> None:
+    types = [type(c) for c in configs]
+    if len(set(types)) < len(types):
+        raise ValueError(f"configs must be of different types, got {configs}")
+    for config in configs:
+        if type(config) in _CONFIG_TYPES.values():
+            check_fields(config)
 
 
 @contextlib.contextmanager
@@ -76,18 +107,17 @@ def use(*configs: Any) -> Iterator[None]:
       *configs: at most one of a type.
 
     Raises:
-      TypeError: a value is no config of any kernel.
+      TypeError: a value is no config of any kernel, or a config's field is of the wrong type.
       ValueError: two configs of one type; later, at a call: a config does not fit it.
     """
     for config in configs:
-        if type(config) not in _CONFIG_TYPES:
-            known = ", ".join(sorted(f"{t.__module__}.{t.__qualname__}" for t in _CONFIG_TYPES))
+        if type(config) not in _CONFIG_TYPES.values():
+            known = ", ".join(sorted(set(map(name_of, _CONFIG_TYPES.values()))))
             raise TypeError(
                 f"configs must be of a kernel's config type, one of {known}; got {config!r}"
             )
+    _check_given(configs)
     types = [type(c) for c in configs]
-    if len(set(types)) < len(types):
-        raise ValueError(f"configs must be of different types, got {configs}")
     outer = tuple(c for c in _override.value or () if type(c) not in types)
     with _override((*configs, *outer)):
         yield
@@ -97,6 +127,9 @@ def requested(config: Any) -> Configs | None:
     """The configs of a call with `config=config`: one, a sequence, or those of the context."""
     if config is not None:
         items = tuple(config) if isinstance(config, list | tuple) else (config,)
+        if not items:
+            raise ValueError(f"config must be None, a config or several, got {config}")
+        _check_given(items)
         return Configs(items, exclusive=True)
     return Configs(_override.value, exclusive=False) if _override.value else None
 
@@ -110,26 +143,31 @@ class Call(NamedTuple):
     params: tuple[tuple[str, Any], ...]
 
 
-_collected: list[Call] | None = None
+_collected: dict[Call, str | None] | None = None
 
 
 @contextlib.contextmanager
-def collect() -> Iterator[list[Call]]:
-    """Collects the calls for which a config is looked up while programs are lowered."""
+def collect() -> Iterator[dict[Call, str | None]]:
+    """Collects the calls of programs that are lowered, each with why no config is looked up."""
     global _collected
-    outer, _collected = _collected, []
+    outer, _collected = _collected, {}
     try:
         yield _collected
     finally:
         _collected = outer
 
 
+def collected(call: Call, no_lookup: str | None) -> None:
+    """Tells `collect` of a call, and why no config is looked up for it; None: one is."""
+    if _collected is not None and _collected.setdefault(call, no_lookup) is not None:
+        _collected[call] = no_lookup
+
+
 def lookup(
     call: Call, tunable: Tunable, refuse: Callable[..., str | None], device_kind: str | None
 ) -> Any:
     """The config of a call for which the user gave none."""
-    if _collected is not None and call not in _collected:
-        _collected.append(call)
+    collected(call, None)
     params = dict(call.params)
     config, source = None, "heuristic"
     if device_kind is not None:
@@ -149,9 +187,9 @@ def lookup(
 def _fitting(found: dict[str, Any], source: str, call: Call, tunable: Tunable, refuse):
     config = None
     try:
-        config = tunable.config_type(**found)
+        config = _made(tunable.config_type, found)
         reason = refuse(*call.avals, config=config, **dict(call.params))
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # no call fails of what is stored
         reason = str(error)
     if reason is not None:
         logger.warning(
@@ -163,6 +201,12 @@ def _fitting(found: dict[str, Any], source: str, call: Call, tunable: Tunable, r
             reason,
         )
         return None
+    return config
+
+
+def _made(config_type: type, fields: dict[str, Any]) -> Any:
+    config = config_type(**fields)
+    check_fields(config)
     return config
 
 
@@ -186,6 +230,40 @@ def shipped_table(device_kind: str) -> dict[tuple[str, str, str], dict[str, Any]
     }
 
 
+def read_table(path: pathlib.Path, device_kind: str) -> list[dict[str, Any]]:
+    """The entries of a table that is to be added to, none where there is no file yet.
+
+    Raises:
+      ValueError: the file is no table, or one of another kind of device.
+      OSError: it can't be read or written.
+    """
+    if not path.exists():
+        if problem := _problem_writing_in(path.parent):
+            raise OSError(f"{path} can't be written: {problem}")
+        return []
+    if not path.is_file():
+        raise ValueError(f"{path} is no file")
+    try:
+        table = json.loads(path.read_text())
+        device, entries = table["device"], table["entries"]
+        for e in entries:
+            _made(_CONFIG_TYPES[e["operation"], e["implementation"]], e["config"])
+            _canonical(e["key"])
+    except (ValueError, TypeError, LookupError, RecursionError) as error:
+        raise ValueError(f"{path} is no table of configs: {error!r}") from error
+    if device != device_kind:
+        raise ValueError(f"{path} is a table for {device!r}, not for {device_kind!r}")
+    path.open("a").close()
+    return entries
+
+
+def write_table(path: pathlib.Path, device_kind: str, entries: list[dict[str, Any]]) -> None:
+    """Writes a table; of several entries for one key the last is kept."""
+    by_name = {(e["operation"], e["implementation"], _canonical(e["key"])): e for e in entries}
+    lines = ",\n".join(json.dumps(by_name[name]) for name in sorted(by_name))
+    path.write_text(f'{{"device": {json.dumps(device_kind)}, "entries": [\n{lines}\n]}}\n')
+
+
 # The user's cache: a file for each entry, so that writers need no lock.
 
 
@@ -200,6 +278,24 @@ def cache_directory() -> pathlib.Path | None:
         return None
     base = pathlib.Path(root) if root else platformdirs.user_cache_path("pallas-ops")
     return base / "tuning" / f"{__version__}-jax-{jax.__version__}"
+
+
+def cache_problem() -> str | None:
+    """Why nothing can be written to the user's cache, found out without leaving anything there."""
+    folder = cache_directory()
+    if folder is None:
+        return None
+    there = next(p for p in (folder, *folder.parents) if os.path.lexists(p))
+    problem = _problem_writing_in(there)
+    return problem and f"the tuning cache {folder} can't be written: {problem}"
+
+
+def _problem_writing_in(folder: pathlib.Path) -> str | None:
+    try:
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        return f"{folder}: {error.strerror}"
+    return None
 
 
 def store(device_kind: str, call: Call, key: dict[str, Any], config: Any, **facts: Any):
@@ -232,16 +328,13 @@ def damaged() -> list[tuple[pathlib.Path, str]]:
 
 def _from_cache(device_kind: str, call: Call, key: dict[str, Any]) -> dict[str, Any] | None:
     path = _cache_file(device_kind, call, key)
-    if path is None or not path.exists():
+    if path is None or not os.path.exists(path):
         return None
     entry = _read(path)
-    if not isinstance(entry, str):
-        expected = _entry(device_kind, call, key)
-        if {name: entry.get(name) for name in expected} == json.loads(json.dumps(expected)):
-            return entry["config"]
-        entry = "it holds another entry than its name says"
-    _warn_once(path, entry)
-    return None
+    if isinstance(entry, str):
+        _warn_once(path, entry)
+        return None
+    return entry["config"]
 
 
 @functools.cache
@@ -253,12 +346,19 @@ def _read(path: pathlib.Path) -> dict[str, Any] | str:
     """An entry of the cache, or why it can't be used."""
     try:
         entry = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        return f"it can't be read: {error}"
-    if not isinstance(entry, dict) or not isinstance(entry.get("config"), dict):
-        return "it holds no config"
-    if entry.get("format") != _FORMAT:
-        return f"its format is {entry.get('format')!r}, not {_FORMAT}"
+        if not isinstance(entry, dict) or not isinstance(entry.get("config"), dict):
+            return "it holds no config"
+        if entry.get("format") != _FORMAT:
+            return f"its format is {entry.get('format')!r}, not {_FORMAT}"
+        name = str(entry.get("operation")), str(entry.get("implementation"))
+        call = Call(name[0], name[1], (), ())
+        if path != _cache_file(str(entry.get("device")), call, entry.get("key", {})):
+            return "it holds another entry than its name says"
+        if name not in _CONFIG_TYPES:
+            return f"no config is known for {call.operation} by {call.implementation}"
+        _made(_CONFIG_TYPES[name], entry["config"])
+    except Exception as error:  # whatever a file holds, no call fails of it
+        return f"it can't be used: {error}"
     return entry
 
 

@@ -3,6 +3,8 @@
 import importlib.metadata
 import json
 import logging
+import os
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
@@ -12,6 +14,7 @@ import jax
 import pytest
 
 from pallas_ops import doctor, toolchain, tuning
+from pallas_ops.attention import chunked
 
 ROOT = Path(__file__).parents[1]
 
@@ -182,6 +185,42 @@ def test_damaged_tuning_cache(machine, monkeypatch, tmp_path):
     assert code == 1 and lines[2].endswith("1 entries")
     (found,) = blamed(lines)
     assert found.startswith(f"WRONG: {folder / 'x.json'} is ignored: ") and "tune again" in found
+
+
+def test_cache_entries_that_calls_ignore(machine, monkeypatch, tmp_path):
+    monkeypatch.setenv("PALLAS_OPS_CACHE_DIR", str(tmp_path))
+    call = tuning.Call("flash_attention_fwd", "xla", (), ())
+    path = tuning.store("cpu", call, {}, chunked.Config(64, 64))
+    assert machine()[0] == 0
+    good = path.read_text()
+    for value in ('"x"', "0", "-5", "64.5", "true", '64, "unknown": 1', "[" * 100_000):
+        path.write_text(good.replace('"block_q": 64', f'"block_q": {value}'))
+        code, lines = machine()
+        assert code == 1 and f"{path} is ignored" in blamed(lines)[0], value
+    path.write_text(good.replace('"key": {}', '"key": {"t": 8}'))
+    assert "another entry" in blamed(machine()[1])[0]
+
+
+def test_cache_that_cannot_be_written(machine, monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PALLAS_OPS_CACHE_DIR", str(tmp_path / "file"))
+    code, lines = machine()
+    assert code == 1 and "can't be written" in blamed(lines)[0]
+
+
+def test_jax_without_any_device(tmp_path):
+    """In a process of its own, as JAX looks for devices once."""
+    for platforms in ("cuda", "nope"):
+        done = subprocess.run(
+            [sys.executable, "-m", "pallas_ops.doctor"],
+            env=os.environ | {"JAX_PLATFORMS": platforms},
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 1 and "Traceback" not in done.stderr
+        (found,) = blamed(done.stdout.splitlines())
+        assert found.startswith(f"WRONG: JAX fails with JAX_PLATFORMS={platforms}: ")
 
 
 def test_choices_are_told_where_nothing_can_be_compiled(capsys, monkeypatch):

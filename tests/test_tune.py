@@ -64,7 +64,7 @@ def sleeper(monkeypatch):
             Delay(0.02),
             Delay(0.001),
             Delay(0.0, wrong=True),
-            Delay(-1),
+            Delay(-1.0),
             Delay(9.0),
         ],
         heuristic=lambda kind, *avals, **params: Delay(0.01),
@@ -86,11 +86,11 @@ def sleeper(monkeypatch):
 def test_fastest_right_candidate_is_kept_and_used(sleeper, cache, caplog):
     (outcome,) = run(attend, *QKV)
     trials = {t.config: t for t in outcome.trials}
-    assert list(trials) == [Delay(0.01), Delay(0.02), Delay(0.001), Delay(0.0, True), Delay(-1)]
+    assert list(trials) == [Delay(0.01), Delay(0.02), Delay(0.001), Delay(0.0, True), Delay(-1.0)]
     assert outcome.best is trials[Delay(0.001)]
     assert trials[Delay(0.02)].ms > trials[Delay(0.01)].ms > trials[Delay(0.001)].ms >= 1
     assert "differ" in trials[Delay(0.0, True)].dropped
-    assert trials[Delay(-1)].dropped == "ValueError: it does not compile"
+    assert trials[Delay(-1.0)].dropped == "ValueError: it does not compile"
     entry = json.loads(outcome.stored.read_text())
     assert entry["config"] == {"seconds": 0.001, "wrong": False} and entry["key"] == {"t": 130}
     assert entry["ms"] < entry["heuristic_ms"] and entry["device"] == "cpu"
@@ -121,10 +121,134 @@ def test_command_line_refuses_what_would_have_no_effect(arguments, capsys):
     assert "error: " in capsys.readouterr().err
 
 
-def test_without_a_cache_nothing_is_stored(sleeper, monkeypatch):
+def test_without_a_cache_nothing_is_stored(sleeper, monkeypatch, capsys):
     monkeypatch.setenv("PALLAS_OPS_CACHE_DIR", "")
     (outcome,) = run(attend, *QKV)
     assert outcome.best is not None and outcome.stored is None
+    tune._show([outcome])
+    assert "\n  not stored: PALLAS_OPS_CACHE_DIR is empty" in capsys.readouterr().out
+
+
+def test_times_are_kept_where_storing_fails(sleeper, cache, monkeypatch):
+    def fail(*args, **facts):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(tuning, "store", fail)
+    (outcome,) = run(attend, *QKV)
+    assert outcome.best is not None and outcome.note == "not stored: disk full"
+
+
+SMALL = "attention --batch 1 --length 40 --heads 2 --head-dim 8 --dtype float32 --forward-only"
+
+
+def refused(arguments, capsys):
+    """The message with which a command line is refused before anything is timed."""
+    with pytest.raises(SystemExit) as end:
+        tune.main(arguments.split())
+    assert end.value.code == 2
+    shown = capsys.readouterr()
+    assert not shown.out and "Traceback" not in shown.err
+    return shown.err.rpartition("error: ")[2]
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (f"{SMALL} --dtype float33", "invalid choice"),
+        (f"{SMALL} --dtype int32", "invalid choice"),
+        (f"{SMALL} --implementation nope", "invalid choice"),
+        (f"{SMALL} --implementation mosaic_gpu", "mosaic_gpu"),
+        (f"{SMALL} --length -3", "a size is 0 or more"),
+        (f"{SMALL} --heads 3 --kv-heads 2", "divides query's N=3, got K=2"),
+        (f"{SMALL} --kv-heads 0", "divides query's N=2, got K=0"),
+        (f"{SMALL} --window -1 3", "local_window_size must not be negative"),
+        (f"{SMALL} --budget-ms nan", "budget_ms must be positive and finite, got nan"),
+        (f"{SMALL} --budget-ms inf", "budget_ms must be positive"),
+        (f"{SMALL} --budget-ms=-1", "budget_ms must be positive"),
+        ("grouped --rows 8 --k 4 --n 4 --groups 2 --activation nope", "invalid choice"),
+        ("program nomodule:step", "nomodule can't be imported"),
+        ("program json", "module:function, got 'json'"),
+        ("program .json:dumps", "module:function, got '.json:dumps'"),
+        ("program json:nope", "json:nope must be a function of no arguments"),
+        ("program json:dumps", "json:dumps must be a function of no arguments"),
+        ("program os:getcwd", "os:getcwd must return (f, args)"),
+    ],
+)
+def test_command_line_refuses_mistakes(cache, arguments, words, capsys):
+    assert words in refused(arguments, capsys)
+
+
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("garbage", "no table of configs"),
+        ("[" * 100_000, "no table of configs"),
+        ("{}", "no table of configs: KeyError('device')"),
+        ('{"device": "cpu", "entries": [3]}', "no table of configs"),
+        ('{"device": "cpu", "entries": [{"operation": "x"}]}', "no table of configs"),
+        ('{"device": "NVIDIA H200", "entries": []}', "for 'NVIDIA H200', not for 'cpu'"),
+    ],
+)
+def test_table_is_checked_before_anything_is_timed(cache, tmp_path, text, words, capsys):
+    table = tmp_path / "table.json"
+    table.write_text(text)
+    assert words in refused(f"{SMALL} --table {table}", capsys)
+    assert table.read_text() == text
+
+
+def test_places_are_checked_before_anything_is_timed(cache, tmp_path, monkeypatch, capsys):
+    assert "can't be written" in refused(f"{SMALL} --table {tmp_path}/none/t.json", capsys)
+    assert "is no file" in refused(f"{SMALL} --table {tmp_path}", capsys)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("PALLAS_OPS_CACHE_DIR", str(tmp_path / "file"))
+    assert "can't be written" in refused(SMALL, capsys)
+    with pytest.raises(OSError, match="can't be written"):
+        run(attend, *QKV)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        f"{SMALL} --batch 0",
+        f"{SMALL} --kv-length 0",
+        f"{SMALL} --v-head-dim 0",
+        "grouped --rows 8 --k 4 --n 4 --groups 0",
+    ],
+)
+def test_empty_calls_are_not_timed(cache, arguments, capsys):
+    assert tune.main(arguments.split()) == 1
+    shown = capsys.readouterr().out
+    assert "there is nothing to time in an empty call" in shown and "Config(" not in shown
+
+
+def test_why_nothing_is_tuned(cache, capsys):
+    assert tune.main([*SMALL.split(), "--implementation", "reference"]) == 0
+    assert (
+        capsys.readouterr().out
+        == "nothing to tune: flash_attention_fwd, reference: this implementation has no config\n"
+    )
+    with tuning.use(chunked.Config(64, 64)):
+        assert tune.main(SMALL.split()) == 0
+    assert "flash_attention_fwd, xla: a config is given" in capsys.readouterr().out
+
+
+def test_for_a_named_card_it_says_what_was_compiled(cache, capsys):
+    assert tune.main([*SMALL.split(), "--chip", "h200"]) == 0
+    assert "Nothing is compiled: no candidate is of a GPU kernel" in capsys.readouterr().err
+
+
+def test_unknown_chip():
+    with pytest.raises(ValueError, match=r"chip must be one of a100, .*, got 'nope'"):
+        run(attend, *QKV, chip="nope")
+
+
+def test_errors_of_a_program_keep_their_traceback(cache, tmp_path, monkeypatch):
+    (tmp_path / "broken_step.py").write_text(
+        "import jax.numpy as jnp\ndef step():\n    return lambda: jnp.ones(3) + jnp.ones(4), ()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(TypeError, match="incompatible shapes"):
+        tune.main(["program", "broken_step:step"])
 
 
 def test_all_calls_of_a_program_are_tuned_once(cache):
@@ -242,7 +366,7 @@ def test_command_line_program(cache, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert tune.main(["program", "my_step:step", "--budget-ms", "1"]) == 0
     assert tune.main(["program", "my_step:nothing"]) == 0
-    assert "nothing to tune" in capsys.readouterr().out
+    assert "nothing to tune: the program has no call of pallas_ops" in capsys.readouterr().out
 
 
 def test_inputs_are_usable(rng):

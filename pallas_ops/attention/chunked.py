@@ -14,6 +14,7 @@ import numpy as np
 from pallas_ops import arguments
 from pallas_ops.attention import masks, tiles
 from pallas_ops.attention.validate import Operands, Spec
+from pallas_ops.tuning import check_fields
 
 # Scores held at once: 16 MiB in float32 are enough for a CPU's matrix products; a GPU, where each
 # tile costs a dozen launches, gets 256 MiB (an H200, T=4096, 64 heads of 128, causal: 5.6 ms with
@@ -30,6 +31,7 @@ class Config:
     block_kv: int
 
     def __post_init__(self):
+        check_fields(self)
         if self.block_q < 1 or self.block_kv < 1:
             raise ValueError(f"block_q and block_kv must be positive, got {self}")
 

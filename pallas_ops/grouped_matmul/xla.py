@@ -14,7 +14,7 @@ from jax import lax
 from pallas_ops import arguments
 from pallas_ops.grouped_matmul import epilogue
 from pallas_ops.grouped_matmul.validate import ContractingSpec, RaggedDotSpec
-from pallas_ops.tuning import rounded
+from pallas_ops.tuning import check_fields, rounded
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Config:
     block_m: int
 
     def __post_init__(self):
+        check_fields(self)
         if not 1 <= self.block_m <= 2**15:
             raise ValueError(f"block_m must lie in [1, {2**15}], got {self.block_m}")
 

@@ -49,6 +49,38 @@ def test_function_from_the_command_line(capsys):
     assert "can't be compiled for h200" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    "what, words",
+    [
+        ("nomodule:f", "nomodule can't be imported"),
+        ("json", "module:function, got 'json'"),
+        ("", "module:function, got ''"),
+        ("json:nope", "must be a function of no arguments"),
+        ("json:dumps", "must be a function of no arguments"),
+        ("os:getcwd", "must return (f, args)"),
+    ],
+)
+def test_command_line_refuses_what_names_no_program(what, words, capsys):
+    with pytest.raises(SystemExit) as end:
+        compile_report.main([what])
+    assert end.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_help_says_what_is_left_out(capsys):
+    with pytest.raises(SystemExit):
+        compile_report.main(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    for words in ("default: h200", "default: a small kernel for Hopper", "Exit codes: 1 where"):
+        assert words in text
+
+
+def test_unknown_chip_is_refused():
+    for use in (compile_report.devices, lambda chip: compile_report.report(jnp.sin, (), chip)):
+        with pytest.raises(ValueError, match=r"chip must be one of a100, .*, got 'nope'"):
+            use("nope")
+
+
 def test_healthy_kernel():
     kernel = report("healthy")
     assert kernel.problems() == [] and kernel.remarks() == []
@@ -140,6 +172,6 @@ def test_kernel_for_another_chip_says_so():
     command = [sys.executable, "-m", "pallas_ops.compile_report", "--chip", "b200"]
     done = subprocess.run(command, env=os.environ, capture_output=True, text=True)
     assert done.returncode == 1
-    first = done.stdout.splitlines()[0]
+    (first,) = done.stdout.splitlines()
     assert "not supported on .target" in first and "another generation of GPUs" in first
     assert "ptxas" not in done.stderr

@@ -84,3 +84,4 @@ def test_candidates_are_compiled_and_the_bad_ones_dropped(tmp_path, lethal):
     if lethal:
         assert lines["lethal"] == "the compiler ended its process"
     assert "stored" not in done.stdout
+    assert f"Compiled for h200: {len(lines)} candidates of GPU kernels" in done.stderr
