@@ -16,7 +16,7 @@ from jax._src.dispatch import prim_requires_devices_during_lowering
 
 __all__ = [
     "checkify_assert",
-    "device_kind",
+    "device",
     "error_checks",
     "gpu_interpreter_params",
     "gpu_interpreter_state",
@@ -36,15 +36,15 @@ def checkify_assert(ctx, error, wrong, message: str, **values):
     return assert_func(ctx, error, wrong, FailedCheckError(get_traceback(), message, **values))
 
 
-def device_kind(ctx, platform: str) -> str | None:
-    """The kind of device that a `mlir.LoweringRuleContext` lowers for; None where none is known."""
+def device(ctx, platform: str):
+    """A device that a `mlir.LoweringRuleContext` lowers for; None where none is known."""
     # checked on 0.11.2, 0.12.0.1: the axis context holds the devices, the backend all of them.
     devices = getattr(ctx.module_context.axis_context, "device_assignment", None)
     if not devices:
         backend = ctx.module_context.backend
         devices = backend.devices() if backend is not None else ()
     names = {platform, "gpu"} if platform in ("cuda", "rocm") else {platform}
-    return next((d.device_kind for d in devices if d.platform in names), None)
+    return next((d for d in devices if d.platform in names), None)
 
 
 def gpu_interpreter_params():

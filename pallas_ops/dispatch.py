@@ -25,7 +25,7 @@ from jax.interpreters import partial_eval as pe
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_ops import _jax_internals, tuning
+from pallas_ops import _jax_internals, chips, tuning
 from pallas_ops.tuning import Configs, Tunable
 
 logger = logging.getLogger("pallas_ops")
@@ -132,7 +132,7 @@ class Operation:
         table = {**self.implementations, name: implementation}
         self.implementations = {n: table[n] for n in NAMES if n in table}
         if implementation.tunable is not None:
-            tuning.register(implementation.tunable.config_type)
+            tuning.register(self.name, name, implementation.tunable.config_type)
 
     def _refusal(self, name: str, avals, configs: Configs | None, params) -> str | None:
         entry = self.implementations.get(name)
@@ -145,7 +145,7 @@ class Operation:
             taken = {t.config_type for t in self._tunables(name)}
             wrong = next((c for c in configs.items if type(c) not in taken), None)
             if wrong is not None:
-                return f"it takes no config of type {type(wrong).__name__}"
+                return f"it takes no config of type {tuning.name_of(type(wrong))}"
         config = entry.tunable and configs.of_type(entry.tunable.config_type)
         reason = entry.refuse(*avals, config=None, **params)
         if reason is None and config is not None:
@@ -168,13 +168,16 @@ class Operation:
     ) -> Sequence[jax.Array]:
         """Runs an implementation on operands of one device, with its config looked up."""
         entry = self.implementations[name]
-        chosen = None
-        if entry.tunable is not None:
-            chosen = config and config.of_type(entry.tunable.config_type)
-            if chosen is None:
-                avals = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
-                call = tuning.Call(self.name, name, avals, tuple(sorted(params.items())))
-                chosen = tuning.lookup(call, entry.tunable, entry.refuse, device_kind)
+        tunable = entry.tunable
+        chosen = tunable and config and config.of_type(tunable.config_type)
+        avals = tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in operands)
+        call = tuning.Call(self.name, name, avals, tuple(sorted(params.items())))
+        if tunable is None:
+            tuning.collected(call, "this implementation has no config")
+        elif chosen is not None:
+            tuning.collected(call, "a config is given")
+        else:
+            chosen = tuning.lookup(call, tunable, entry.refuse, device_kind)
         return entry.run(*operands, config=chosen, **params)
 
     def _candidates(self, implementation, avals, config, params) -> tuple[str, ...]:
@@ -214,7 +217,8 @@ class Operation:
             raise NotImplementedError(f"{self.public_name}: {why}")
         entry = self.implementations[name]
         self._log(platform, ctx, name, implementation, reasons, config, params)
-        kind = _jax_internals.device_kind(ctx, platform)
+        device = _jax_internals.device(ctx, platform)
+        kind = device and device.device_kind
         run = functools.partial(self.run, name, kind, config=config, **params)
         if not _runs_on(entry, platform):
             run = _interpreted(run, self._abstract, params)
@@ -243,6 +247,19 @@ class Operation:
         sites = by_shape.pop(_shapes(ctx.avals_in), None) or set().union(*by_shape.values())
         for site in sorted(sites):
             log_once(f"{self.name} at {site}: {message}")
+
+
+def not_hopper(ctx: mlir.LoweringRuleContext) -> str | None:
+    """Why a kernel for sm_90 can't run on the card that is lowered for, where one is known."""
+    device = _jax_internals.device(ctx, "cuda")
+    if device is None:
+        return None
+    chip = chips.CHIPS.get(chips.chip_of(device.device_kind) or "")
+    # A device that is only described, to compile for it, does not know its capability.
+    capability = getattr(device, "compute_capability", chip and f"{chip.major}.{chip.minor}")
+    if capability in (None, "9.0"):
+        return None
+    return f"needs sm_90 (Hopper), not {device.device_kind}"
 
 
 def _call_key(names: tuple[str, ...], config, params: dict[str, Any]) -> Hashable:

@@ -15,7 +15,7 @@ from jax.interpreters import ad
 from jax.sharding import PartitionSpec as P
 
 from pallas_ops import dispatch, tuning
-from pallas_ops.attention import chunked, reference, workload
+from pallas_ops.attention import chunked, mosaic_config, reference, workload
 from pallas_ops.attention.validate import Operands, Spec
 
 RESULTS = ("out", "lse")
@@ -261,3 +261,28 @@ for _operation, _by, _blocked, _plain in (
     _operation.register(
         "reference", dispatch.Implementation(functools.partial(_by, _plain), automatic=False)
     )
+
+
+def _mosaic_forward(operands: Operands, spec: Spec, config):
+    from pallas_ops.attention import mosaic_fwd  # brings Pallas, which takes a while to import
+
+    return mosaic_fwd.forward(operands, spec, config)
+
+
+flash_attention_fwd.register(
+    "mosaic_gpu",
+    dispatch.Implementation(
+        functools.partial(_forward_by, _mosaic_forward),
+        refuse=mosaic_config.refuse,
+        refuse_device=dispatch.not_hopper,
+        platforms=("cuda",),
+        tunable=tuning.Tunable(
+            mosaic_config.Config,
+            workload.key,
+            candidates=mosaic_config.candidates,
+            heuristic=mosaic_config.heuristic,
+        ),
+        automatic=False,
+        interpretable=True,
+    ),
+)

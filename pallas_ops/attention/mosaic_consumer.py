@@ -1,0 +1,351 @@
+"""A consumer warpgroup of flash attention's forward on Hopper: scores, softmax, products.
+
+Rows of scores are in units of log2: exp2 is one instruction.
+"""
+
+import itertools
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_ops.attention import dropout
+from pallas_ops.attention import mosaic_visibility as visibility
+from pallas_ops.attention.mosaic_config import ROWS
+from pallas_ops.attention.mosaic_visibility import WGMMA, columns_of, rows_of
+
+if TYPE_CHECKING:
+    from pallas_ops.attention.mosaic_fwd import _Forward
+
+LOG2E = math.log2(math.e)
+# Two numbers whose product no sum of weights, each at most 1, times values comes near.
+_MARKS = {jnp.dtype(jnp.bfloat16): (1.0, 2.0**127), jnp.dtype(jnp.float16): (65504.0, 65504.0)}
+
+
+class Steps(NamedTuple):
+    """How many blocks of keys and of values went through shared memory before."""
+
+    k: jax.Array
+    v: jax.Array
+
+    @classmethod
+    def of(cls, step, start, guarded: bool) -> "Steps":
+        """After `step` blocks of keys; values come twice in the pass that began at `start`."""
+        return cls(step, step + (step - start) if guarded else step)
+
+
+class Tile(NamedTuple):
+    batch: jax.Array
+    head: jax.Array
+    place: jax.Array  # among the tiles of a head
+    lengths: visibility.Lengths
+    met: visibility.Range
+
+
+def row_vector(x: float) -> jax.Array:
+    return plgpu.layout_cast(jnp.full((ROWS,), x, jnp.float32), WGMMA.reduce(1))
+
+
+class Consumer:
+    """One warpgroup's 64 queries of a tile."""
+
+    def __init__(self, kernel: "_Forward", warpgroup, tile: Tile, steps: Steps, guarded: bool):
+        self.kernel, self.refs, self.spec = kernel, kernel.refs, kernel.spec
+        self.warpgroup, self.tile, self.steps = warpgroup, tile, steps
+        self.repeats = {"k": 1, "v": 1 + guarded}
+        self.row = (tile.place * jnp.int32(kernel.config.consumers) + warpgroup) * jnp.int32(ROWS)
+        self.shape = (ROWS, kernel.config.block_kv)  # of a tile of scores
+        self.acc_shape = (ROWS, kernel.sizes.hvp)
+        self.q_smem = self.refs["q_smem"].at[warpgroup]
+        # Scores are in units of log2 once they have left `scores`, or are yet to be scaled by this.
+        plain = self.spec.soft_cap is None and "bias" not in self.refs
+        self.unit = self.spec.scale * LOG2E if plain else 1.0
+
+    def at(self, name: str, i):
+        """The slot of a buffer or barrier, "k_..." or "v_...", that holds the tile's i-th load."""
+        return self.refs[name].at[self.kernel.slot(getattr(self.steps, name[0]) + i)]
+
+    def multiply_keys(self, scores_ref, k):
+        plgpu.barrier_wait(self.at("k_full", k))
+        plgpu.wgmma(scores_ref, self.q_smem, self.at("k_smem", k).transpose((1, 0)))
+
+    def scores(self, raw, k):
+        """Raw products of the k-th block with bias, soft cap and masks; -inf where masked."""
+        kernel, tile, spec = self.kernel, self.tile, self.spec
+        j = tile.met.end - jnp.int32(1) - k
+        column = j * jnp.int32(kernel.config.block_kv)
+        scores, parts = raw, []
+        if self.unit == 1.0:
+            scores = scores * spec.scale
+        if "bias" in self.refs:
+            bias = self.read_tile("bias", column).astype(jnp.float32)
+            scores = scores + bias
+            parts.append(bias != -jnp.inf)
+        if spec.soft_cap is not None:
+            scores = jnp.tanh(scores * (1 / spec.soft_cap)) * spec.soft_cap
+        if self.unit == 1.0:
+            scores = scores * LOG2E
+        if not kernel.masked:
+            return scores
+        if "mask" in self.refs:
+            parts.append(self.read_tile("mask", column).astype(jnp.int32) != 0)
+
+        def mask(scores):
+            seen = visibility.visible(
+                spec, tile.lengths, self.row, column, self.shape, bounded=kernel.bounded
+            )
+            if kernel.segmented:
+                seen.append(self.same_segment(column))
+            return jnp.where(visibility.conjunction(parts + seen), scores, -jnp.inf)
+
+        if kernel.by_tile:
+            return mask(scores)
+        partial = (j < tile.met.full_first) | (j >= tile.met.full_end)
+        if kernel.segmented:
+            partial |= visibility.mixed(self.refs, tile.batch, tile.place, j)
+        return lax.cond(partial, mask, lambda scores: scores, scores)
+
+    def same_segment(self, column):
+        load = lambda name, start, size, axis: plgpu.load(
+            self.refs[name].at[self.tile.batch, pl.ds(start, size)],
+            layout=WGMMA.reduce(axis),
+            optimized=False,
+        )
+        q_ids = load("q_segments", self.row, ROWS, 1)
+        kv_ids = load("kv_segments", column, self.shape[1], 0)
+        return columns_of(q_ids, self.shape) == rows_of(kv_ids, self.shape)
+
+    def read_tile(self, name: str, column) -> jax.Array:
+        """The tile [64, bkv] of an array [1|B, 1|N, 1|T, 1|S], read once where it broadcasts."""
+        ref = self.refs[name]
+        batch, head = (
+            0 if size == 1 else i for size, i in zip(ref.shape, (self.tile.batch, self.tile.head))
+        )
+        rows, columns = pl.ds(self.row, ROWS), pl.ds(column, self.shape[1])
+        load = lambda *at, layout: plgpu.load(
+            ref.at[batch, head, *at], layout=layout, optimized=False
+        )
+        match ref.shape[2:]:
+            case (1, 1):
+                return jnp.full(self.shape, ref[batch, head, 0, 0])
+            case (1, _):
+                return rows_of(load(0, columns, layout=WGMMA.reduce(0)), self.shape)
+            case (_, 1):
+                return columns_of(load(rows, 0, layout=WGMMA.reduce(1)), self.shape)
+            case _:
+                return load(rows, columns, layout=WGMMA)
+
+    def softmax(self, scores, top, total):
+        """Weights, new maximum and sum of the rows, and the factor for what was summed before."""
+        new_top = jnp.maximum(top, scores.max(axis=1) * self.unit)
+        safe = jnp.where(new_top == -jnp.inf, 0.0, new_top) if self.kernel.masked else new_top
+        rescale = jnp.exp2(top - safe)
+        weights = jnp.exp2(scores * self.unit - columns_of(safe, scores.shape))
+        return weights, new_top, total * rescale + weights.sum(axis=1), rescale
+
+    def dropped(self, weights, k):
+        """Weights in the products' dtype; what is kept is scaled up at the end."""
+        if "seeds" in self.refs:
+            j = self.tile.met.end - jnp.int32(1) - k
+            iota = lambda size, axis: plgpu.broadcasted_iota(
+                jnp.int32, (size,), 0, layout=WGMMA.reduce(axis)
+            )
+            seed = self.refs["seeds"][self.tile.batch, self.tile.head]
+            rows = dropout.row_hash(seed, iota(ROWS, 1) + self.row)
+            columns = iota(self.shape[1], 0) + j * jnp.int32(self.shape[1])
+            kept = dropout.keep(
+                columns_of(rows, self.shape),
+                rows_of(dropout.column_hash(columns), self.shape),
+                self.spec.dropout_rate,
+            )
+            weights = jnp.where(kept, weights, 0.0)
+        return weights.astype(self.kernel.dtype)
+
+    def start(self, k):
+        """Scores of a block with nothing else in flight."""
+
+        def product(scores_ref):
+            self.multiply_keys(scores_ref, k)
+            return scores_ref[...]
+
+        scores = self.scores(pl.run_scoped(product, plgpu.ACC(self.shape, jnp.float32)), k)
+        plgpu.barrier_arrive(self.at("k_empty", k))
+        return scores
+
+    def product_with_values(self, acc, weights, k):
+        def product(acc_ref):
+            acc_ref[...] = acc
+            plgpu.wgmma(acc_ref, weights, self.at("v_smem", k))
+            return plgpu.wgmma_accumulator_load(acc_ref)
+
+        return pl.run_scoped(product, plgpu.ACC(self.acc_shape, jnp.float32))
+
+    def load_first(self):
+        """Without a producer: queries and the first steps of keys and values."""
+        config = self.kernel.config
+        if config.producer:
+            return
+
+        @pl.when(self.warpgroup == 0)
+        def _():
+            for w in range(config.consumers):
+                pl.when(self.steps.k > 0)(
+                    lambda w=w: plgpu.barrier_wait(self.refs["q_empty"].at[w])
+                )
+                self.kernel.load_queries(self.tile, w)
+            for k in range(config.stages):
+                self.load_later("k", jnp.int32(k))
+                self.load_later("v", jnp.int32(k))
+
+    def load_later(self, which: str, i):
+        """Without a producer: one more block into the slot of one that all are done with."""
+        if not self.kernel.config.producer:
+            repeats = self.repeats[which]
+            wanted = (self.warpgroup == 0) & (i < self.tile.met.blocks * jnp.int32(repeats))
+            load = lambda: self.kernel.load(which, self.tile, i, self.steps, repeats)
+            pl.when(wanted)(load)
+
+    def attend(self):
+        """Sums over all blocks: weights times values [64, hvp], maxima and sums of weights [64]."""
+        self.load_first()
+        stages = jnp.int32(self.kernel.config.stages)
+        plgpu.barrier_wait(self.refs["q_full"].at[self.warpgroup])
+        weights, top, total, _ = self.softmax(
+            self.start(jnp.int32(0)), row_vector(-jnp.inf), row_vector(0.0)
+        )
+        weights = self.dropped(weights, jnp.int32(0))
+        acc = plgpu.layout_cast(jnp.zeros(self.acc_shape, jnp.float32), WGMMA)
+
+        def one_block(k, carry):
+            acc, top, total, weights = carry
+            if "seeds" in self.refs:
+                weights = lax.optimization_barrier(weights)
+
+            def products(scores_ref, acc_ref):
+                acc_ref[...] = acc
+                self.multiply_keys(scores_ref, k)
+                plgpu.barrier_wait(self.at("v_full", k - 1))
+                plgpu.wgmma(acc_ref, weights, self.at("v_smem", k - 1))
+                self.load_later("k", k - 1 + stages)
+                pl.when(k > 1)(lambda: self.load_later("v", k - 2 + stages))
+                scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
+                plgpu.barrier_arrive(self.at("k_empty", k))
+                new_weights, *new, rescale = self.softmax(self.scores(scores, k), top, total)
+                new_weights = self.dropped(new_weights, k)
+                new_acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
+                plgpu.barrier_arrive(self.at("v_empty", k - 1))
+                return new_acc * columns_of(rescale, self.acc_shape), *new, new_weights
+
+            acc_type = plgpu.ACC(self.acc_shape, jnp.float32)
+            return pl.run_scoped(products, plgpu.ACC(self.shape, jnp.float32), acc_type)
+
+        last = self.tile.met.blocks - jnp.int32(1)
+        acc, top, total, weights = lax.fori_loop(
+            jnp.int32(1), last + jnp.int32(1), one_block, (acc, top, total, weights)
+        )
+        self.release_queries(early=True)
+        plgpu.barrier_wait(self.at("v_full", last))
+        acc = self.product_with_values(acc, weights, last)
+        plgpu.barrier_arrive(self.at("v_empty", last))
+        return acc, top, total
+
+    def attend_guarded(self):
+        """As `attend`, with values that are not finite kept from what gives them no weight."""
+        self.load_first()
+        stages = jnp.int32(self.kernel.config.stages)
+        plgpu.barrier_wait(self.refs["q_full"].at[self.warpgroup])
+        acc = plgpu.layout_cast(jnp.zeros(self.acc_shape, jnp.float32), WGMMA)
+
+        def one_block(k, carry):
+            acc, top, total = carry
+            weights, top, total, rescale = self.softmax(self.start(k), top, total)
+            self.load_later("k", k + stages)
+            weights = self.dropped(weights, k)
+            # The values come twice: with 0 for what is not finite, and with a huge number for that
+            # and 0 for the rest, where whatever has weight is marked by it and becomes NaN.
+            acc = acc * columns_of(rescale, self.acc_shape)
+            acc = self.product_with_changed(acc, weights, k * jnp.int32(2), lambda x: (x, 0.0))
+            weight, huge = _MARKS[self.kernel.dtype]
+            marked = jnp.where(weights.astype(jnp.float32) != 0.0, weight, 0.0)
+            acc = self.product_with_changed(
+                acc,
+                marked.astype(weights.dtype),
+                k * jnp.int32(2) + jnp.int32(1),
+                lambda x: (0.0, huge),
+            )
+            return jnp.where(acc > weight * huge / 2, jnp.nan, acc), top, total
+
+        carry = acc, row_vector(-jnp.inf), row_vector(0.0)
+        sums = lax.fori_loop(jnp.int32(0), self.tile.met.blocks, one_block, carry)
+        self.release_queries(early=True)
+        return sums
+
+    def product_with_changed(self, acc, weights, k, change):
+        """Adds the product with values changed to the one where finite, to the other where not."""
+        values = self.at("v_smem", k)
+        plgpu.barrier_wait(self.at("v_full", k))
+
+        @pl.when(self.warpgroup == 0)
+        def _():
+            for row, column in itertools.product(*(range(0, size, 64) for size in values.shape)):
+                part = values.at[pl.ds(row, 64), pl.ds(column, 64)]
+                old = plgpu.load(part, layout=WGMMA).astype(jnp.float32)
+                finite, other = change(old)
+                part[...] = jnp.where(jnp.abs(old) < jnp.inf, finite, other).astype(part.dtype)
+            plgpu.commit_smem()
+
+        self.together()
+        acc = self.product_with_values(acc, weights, k)
+        plgpu.barrier_arrive(self.at("v_empty", k))
+        self.load_later("v", k + jnp.int32(self.kernel.config.stages))
+        return acc
+
+    def together(self):
+        plgpu.barrier_arrive(self.refs["together"])
+        plgpu.barrier_wait(self.refs["together"])
+
+    def release_queries(self, *, early: bool):
+        """Where results take their place, queries are held until those are stored."""
+        if early != self.kernel.shares_output:
+            plgpu.barrier_arrive(self.refs["q_empty"].at[self.warpgroup])
+
+    def finish(self, acc, top, total) -> jax.Array:
+        """Stores output and lse; returns the output [64, hvp], float32."""
+        if "query_lengths" in self.refs:
+            rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=WGMMA.reduce(1))
+            outside = rows >= self.tile.lengths.query - self.row
+            top, total = jnp.where(outside, -jnp.inf, top), jnp.where(outside, 0.0, total)
+        empty = total == 0.0
+        if "sinks" in self.refs:  # one more key, whose value is 0
+            sink = self.refs["sinks"][0, self.tile.head] * LOG2E
+            new_top = jnp.maximum(top, sink)
+            safe = jnp.where(new_top == -jnp.inf, 0.0, new_top)
+            rescale = jnp.exp2(top - safe)
+            total = total * rescale + jnp.exp2(sink - safe)
+            acc, top = acc * columns_of(rescale, acc.shape), new_top
+        kept = 1.0 - self.spec.dropout_rate if "seeds" in self.refs else 1.0
+        inverse = 1.0 / (jnp.where(empty, 1.0, total) * kept)
+        lse = jnp.where(total == 0.0, -jnp.inf, top * (1 / LOG2E) + jnp.log(total))
+        out = acc * columns_of(inverse, acc.shape)
+        if self.kernel.masked or "query_lengths" in self.refs:  # whatever its products with 0 are
+            out = jnp.where(columns_of(empty, acc.shape), 0.0, out)
+        o_smem = (
+            self.q_smem if self.kernel.shares_output else self.refs["o_smem"].at[self.warpgroup]
+        )
+        lse_smem = self.refs["lse_smem"].at[self.warpgroup]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        o_smem[...] = out.astype(self.kernel.dtype)
+        lse_smem[...] = lse
+        plgpu.commit_smem()
+        batch, head, rows = self.tile.batch, self.tile.head, pl.ds(self.row, ROWS)
+        target = self.refs["out"].at[batch, rows, head]
+        plgpu.copy_smem_to_gmem(o_smem, target)
+        plgpu.copy_smem_to_gmem(lse_smem, self.refs["lse"].at[batch, head, rows])
+        if self.kernel.shares_output:
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        self.release_queries(early=False)
+        return out

@@ -1,0 +1,274 @@
+"""Flash attention's forward on Hopper: a Pallas kernel on the Mosaic GPU backend.
+
+Consumer warpgroups take 64 queries each; keys and values come tile by tile through TMA. A consumer
+has the scores of block j and the product of weights and values of block j-1 in flight together, and
+takes the softmax of the one while the other runs (Shah et al., "FlashAttention-3",
+arXiv:2407.08608). docs/attention.md tells the rest.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_ops.attention import mosaic_visibility as visibility
+from pallas_ops.attention.mosaic_config import READ_BY_TILE, ROWS, Config, Sizes
+from pallas_ops.attention.mosaic_consumer import Consumer, Steps, Tile, row_vector
+from pallas_ops.attention.validate import Operands, Spec
+
+# Keys and values that blocks which run together may share in the L2 cache: half of an H200's 50 MB
+# is on the far side of the chip, and what is read from there may be held twice.
+_L2 = 16 * 1024 * 1024
+_SWIZZLE = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+
+
+def forward(operands: Operands, spec: Spec, config: Config) -> tuple[jax.Array, jax.Array]:
+    """Output [B, T, N, Hv] and lse float32 [B, T, N]."""
+    sizes = Sizes.of(operands.query, operands.key, operands.value)
+    out, lse = _Forward(operands, spec, config, sizes)()
+    return out[:, : sizes.t, :, : sizes.hv], lse[:, :, : sizes.t].transpose(0, 2, 1)
+
+
+def _inputs(operands: Operands, config: Config) -> dict[str, jax.Array]:
+    """The operands by name, padded to what is read in one go.
+
+    TMA fills what is outside of an array with zeros, but an array must hold whole tiles of the
+    swizzled layout, 8 rows by 64 columns.
+    """
+    inputs = {name: getattr(operands, name) for name in operands.present}
+
+    def pad(x, sizes: dict[int, int], **how):
+        widths = [(0, -d % sizes.get(axis, 1)) for axis, d in enumerate(x.shape)]
+        return jnp.pad(x, widths, **how) if any(end for _, end in widths) else x
+
+    for name in ("query", "key", "value"):
+        inputs[name] = pad(inputs[name], {1: 8, 3: 64})
+    whole = {2: config.rows, 3: config.block_kv}
+    for name in READ_BY_TILE:
+        if name in inputs:
+            x = inputs[name]
+            x = x.astype(jnp.int8) if x.dtype == jnp.bool_ else x
+            inputs[name] = pad(x, {axis: n for axis, n in whole.items() if x.shape[axis] > 1})
+    if operands.q_segments is not None and operands.kv_segments is not None:
+        q = pad(operands.q_segments, {1: config.rows}, mode="edge")
+        kv = pad(operands.kv_segments, {1: config.block_kv}, mode="edge")
+        inputs |= {"q_segments": q, "kv_segments": kv}
+        inputs |= visibility.segment_tables(q, kv, config.rows, config.block_kv)
+    return inputs
+
+
+class _Forward:
+    """The kernel: what is static of it, and under `refs` the references that its body was given."""
+
+    def __init__(self, operands: Operands, spec: Spec, config: Config, sizes: Sizes):
+        self.spec, self.config, self.sizes = spec, config, sizes
+        self.dtype = operands.query.dtype
+        self.inputs = _inputs(operands, config)
+        self.tiles = -(-sizes.t // config.rows)
+        self.blocks = -(-sizes.s // config.block_kv)
+        # Tiles of one length need no order by length: those of one head follow each other.
+        banded = spec.left is not None or spec.right is not None
+        head_bytes = 2 * sizes.s * (sizes.h + sizes.hv)
+        section = visibility.section_of(sizes.b * sizes.n, sizes.group, head_bytes, _L2)
+        self.order = visibility.Order(
+            sizes.b,
+            sizes.n,
+            self.tiles,
+            section if banded else sizes.group,
+            descending=spec.right is not None,
+        )
+        self.ctas = min(config.blocks, self.order.all) if config.blocks else self.order.all
+        self.segmented = "q_segments" in self.inputs
+        self.by_tile = any(name in self.inputs for name in READ_BY_TILE)
+        self.bounded = "kv_lengths" in self.inputs or sizes.s % config.block_kv != 0
+        self.masked = banded or self.bounded or self.segmented or self.by_tile
+        self.shares_output = sizes.shares_output(config)
+        self.refs: dict[str, Any] = {}
+
+    def __call__(self) -> tuple[jax.Array, jax.Array]:
+        """Output [B, T, N, Hv], in whole lines, and lse [B, N, T], in whole tiles."""
+        sizes, config = self.sizes, self.config
+        length = self.inputs["query"].shape[1]
+        scratch = self._scratch()
+
+        def body(*refs):
+            self.refs = dict(zip((*self.inputs, "out", "lse", *scratch), refs, strict=True))
+            self._body()
+
+        run = plgpu.kernel(
+            body,
+            out_type=[
+                jax.ShapeDtypeStruct((sizes.b, length, sizes.n, sizes.hvp), self.dtype),
+                jax.ShapeDtypeStruct((sizes.b, sizes.n, self.tiles * config.rows), jnp.float32),
+            ],
+            grid=(self.ctas,),
+            grid_names=("cta",),
+            num_threads=config.consumers + config.producer,
+            thread_name="warpgroup",
+            scratch_types=list(scratch.values()),
+            compiler_params=plgpu.CompilerParams(approx_math=True),
+        )
+        return run(*self.inputs.values())
+
+    def _scratch(self) -> dict[str, Any]:
+        sizes, (consumers, stages) = self.sizes, (self.config.consumers, self.config.stages)
+        tile = lambda *shape: plgpu.SMEM(shape, self.dtype, transforms=_SWIZZLE)
+        scratch = dict(
+            q_smem=tile(consumers, ROWS, sizes.hp),
+            k_smem=tile(stages, self.config.block_kv, sizes.hp),
+            v_smem=tile(stages, self.config.block_kv, sizes.hvp),
+            lse_smem=plgpu.SMEM((consumers, ROWS), jnp.float32),
+            q_full=plgpu.Barrier(num_barriers=consumers),
+            q_empty=plgpu.Barrier(num_barriers=consumers),
+            k_full=plgpu.Barrier(num_barriers=stages),
+            k_empty=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
+            v_full=plgpu.Barrier(num_barriers=stages),
+            v_empty=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
+        )
+        if not self.shares_output:
+            scratch["o_smem"] = tile(consumers, ROWS, sizes.hvp)
+        if self.masked:
+            scratch["nan_smem"] = plgpu.SMEM((consumers,), jnp.float32)
+            scratch["together"] = plgpu.Barrier(num_arrivals=consumers)
+            scratch["done"] = plgpu.Barrier(num_arrivals=consumers)
+        return scratch
+
+    def _body(self):
+        consumers = self.config.consumers
+        warpgroup = lax.axis_index("warpgroup")
+
+        def all_tiles(run):
+            step = run(jnp.int32(0), guarded=False)
+            if self.masked:
+                # 0 times NaN is NaN: where a masked value is not finite, all is done again with
+                # care.
+                plgpu.barrier_wait(self.refs["done"])
+                flags = [self.refs["nan_smem"][w] for w in range(consumers)]
+                again = sum(flags[1:], flags[0]) > 0
+
+                @pl.when(again)
+                def _():
+                    run(step, guarded=True)
+
+        if not self.config.producer:
+            all_tiles(lambda start, guarded: self._consume(warpgroup, start, guarded))
+            plgpu.wait_smem_to_gmem(0)
+            return
+
+        @pl.when(warpgroup == consumers)
+        def _():
+            plgpu.set_max_registers(self.config.registers[1], action="decrease")
+            all_tiles(self._produce)
+
+        @pl.when(warpgroup < consumers)
+        def _():
+            plgpu.set_max_registers(self.config.registers[0], action="increase")
+            all_tiles(lambda start, guarded: self._consume(warpgroup, start, guarded))
+            plgpu.wait_smem_to_gmem(0)
+
+    def tile(self, index) -> Tile:
+        """Where the index-th tile of this block lies, and which keys it meets."""
+        rows, bkv = self.config.rows, self.config.block_kv
+        batch, head, i = self.order.place(self._position(index))
+
+        def read(name: str, other: int):
+            return self.refs[name][batch] if name in self.refs else jnp.int32(other)
+
+        lengths = visibility.Lengths(
+            read("q_offset", 0),
+            read("query_lengths", self.sizes.t),
+            read("kv_lengths", self.sizes.s),
+        )
+        met = visibility.kv_blocks(self.spec, lengths, i * jnp.int32(rows), rows, bkv, self.blocks)
+        if self.segmented:
+            met = met.within(*(self.refs["span"][batch, i, e] for e in (0, 1)))
+        return Tile(batch, head, i, lengths, met)
+
+    def _position(self, index):
+        """The index-th tile of this block in the order of all.
+
+        Rounds go there and back, so that no block gets the longer tile each time.
+        """
+        cta, ctas = lax.axis_index("cta"), jnp.int32(self.ctas)
+        back = lax.rem(index, jnp.int32(2)) == 1
+        return index * ctas + jnp.where(back, ctas - jnp.int32(1) - cta, cta)
+
+    def _count(self):
+        """How many tiles this block takes."""
+        rounds, rest = divmod(self.order.all, self.ctas)
+        cta = lax.axis_index("cta")
+        place = jnp.int32(self.ctas - 1) - cta if rounds % 2 else cta
+        return jnp.int32(rounds) + jnp.where(place < rest, jnp.int32(1), jnp.int32(0))
+
+    def slot(self, step):
+        return lax.rem(step, jnp.int32(self.config.stages))
+
+    # Loads: of the producer, or of the first consumer.
+
+    def load_queries(self, tile: Tile, w: int):
+        rows = pl.ds(
+            (tile.place * jnp.int32(self.config.consumers) + jnp.int32(w)) * jnp.int32(ROWS), ROWS
+        )
+        source = self.refs["query"].at[tile.batch, rows, tile.head]
+        plgpu.copy_gmem_to_smem(source, self.refs["q_smem"].at[w], self.refs["q_full"].at[w])
+
+    def load(self, which: str, tile: Tile, i, steps: Steps, repeats: int = 1):
+        """Keys ("k") or values ("v") of the tile's i-th load; blocks come from the last on."""
+        step = getattr(steps, which) + i
+        slot = self.slot(step)
+        source = self.refs[{"k": "key", "v": "value"}[which]]
+        block = tile.met.end - jnp.int32(1) - lax.div(i, jnp.int32(repeats))
+        columns = pl.ds(block * jnp.int32(self.config.block_kv), self.config.block_kv)
+        kv_head = lax.div(tile.head, jnp.int32(self.sizes.group))
+        empty, full = (self.refs[f"{which}_{state}"].at[slot] for state in ("empty", "full"))
+        pl.when(step >= self.config.stages)(lambda: plgpu.barrier_wait(empty))
+        source = source.at[tile.batch, columns, kv_head]
+        plgpu.copy_gmem_to_smem(source, self.refs[f"{which}_smem"].at[slot], full)
+
+    def _produce(self, start, guarded: bool):
+        """Streams all tiles' queries, keys and values; values twice for `attend_guarded`."""
+        repeats = 1 + guarded
+
+        def one_tile(index, step):
+            steps = Steps.of(step, start, guarded)
+            tile = self.tile(index)
+            for w in range(self.config.consumers):
+                pl.when(steps.k > 0)(lambda w=w: plgpu.barrier_wait(self.refs["q_empty"].at[w]))
+                self.load_queries(tile, w)
+
+            def one_block(k, _):
+                self.load("k", tile, k, steps)
+                for r in range(repeats):
+                    i = k * jnp.int32(repeats) + jnp.int32(r)
+                    self.load("v", tile, i, steps, repeats)
+
+            lax.fori_loop(jnp.int32(0), tile.met.blocks, one_block, None)
+            return step + tile.met.blocks
+
+        return lax.fori_loop(jnp.int32(0), self._count(), one_tile, start)
+
+    # What a consumer computes.
+
+    def _consume(self, warpgroup, start, guarded: bool):
+        """All tiles of this block; returns how many blocks of keys came by then."""
+
+        def one_tile(index, carry):
+            step, nan = carry
+            tile = self.tile(index)
+            one = Consumer(self, warpgroup, tile, Steps.of(step, start, guarded), guarded)
+            out = one.finish(*(one.attend_guarded() if guarded else one.attend()))
+            if self.masked:
+                sums = out.sum(axis=1)
+                nan = jnp.maximum(nan, jnp.where(sums != sums, 1.0, 0.0))
+            return step + tile.met.blocks, nan
+
+        carry = (start, row_vector(0.0))
+        step, nan = lax.fori_loop(jnp.int32(0), self._count(), one_tile, carry)
+        if self.masked and not guarded:
+            self.refs["nan_smem"][warpgroup] = jnp.max(nan)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(self.refs["done"])
+        return step

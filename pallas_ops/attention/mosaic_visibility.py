@@ -1,0 +1,175 @@
+"""Which tiles and which of their elements a Mosaic GPU kernel computes: masks.py, inside a kernel.
+
+All numbers are int32 scalars or tiles in registers. Rows and columns are positions of queries and
+keys.
+"""
+
+import functools
+import operator
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_ops.attention.validate import Spec
+
+WGMMA = plgpu.Layout.WGMMA
+
+
+def cdiv(a, b: int):
+    return lax.div(a + jnp.int32(b - 1), jnp.int32(b))
+
+
+def columns_of(vector: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """[bq] -> [bq, bkv]: one value a row."""
+    return lax.broadcast_in_dim(vector, shape, [0])
+
+
+def rows_of(vector: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """[bkv] -> [bq, bkv]: one value a column."""
+    return lax.broadcast_in_dim(vector, shape, [1])
+
+
+class Range(NamedTuple):
+    """Blocks [first, end) that a tile meets, of which [full_first, full_end) need no mask.
+
+    There is always one block, if only to find that nothing in it is visible.
+    """
+
+    first: jax.Array
+    end: jax.Array
+    full_first: jax.Array
+    full_end: jax.Array
+
+    @property
+    def blocks(self) -> jax.Array:
+        return self.end - self.first
+
+    def within(self, first, end) -> "Range":
+        """Those of [first, end)."""
+        start = jnp.minimum(jnp.maximum(self.first, first), self.end - jnp.int32(1))
+        end = jnp.maximum(jnp.minimum(self.end, end), start + jnp.int32(1))
+        return self._replace(first=start, end=end)
+
+
+class Lengths(NamedTuple):
+    """A batch row's scalars, with what is absent filled in."""
+
+    offset: jax.Array
+    query: jax.Array
+    kv: jax.Array
+
+
+def kv_blocks(spec: Spec, lengths: Lengths, row, rows: int, block: int, count: int) -> Range:
+    """The blocks of keys, `count` in all, that the queries [row, row + rows) meet."""
+    last_row = row + jnp.int32(rows - 1)
+    first, end = jnp.int32(0), lengths.kv
+    full_first, full_end = first, end
+    if spec.left is not None:
+        reach = lengths.offset - np.int32(spec.left)
+        first, full_first = row + reach, last_row + reach
+    if spec.right is not None:
+        reach = lengths.offset + np.int32(spec.right + 1)
+        end = jnp.minimum(end, last_row + reach)
+        full_end = jnp.minimum(full_end, row + reach)
+    end = jnp.where(row < lengths.query, end, jnp.int32(0))
+    full_end = jnp.minimum(full_end, end)
+    first, full_first = (jnp.maximum(x, jnp.int32(0)) for x in (first, full_first))
+    end, full_end = (jnp.maximum(x, jnp.int32(0)) for x in (end, full_end))
+    first = jnp.minimum(lax.div(first, jnp.int32(block)), jnp.int32(count - 1))
+    end = jnp.clip(cdiv(end, block), first + jnp.int32(1), jnp.int32(count))
+    return Range(first, end, cdiv(full_first, block), lax.div(full_end, jnp.int32(block)))
+
+
+def visible(
+    spec: Spec, lengths: Lengths, row, column, shape: tuple[int, int], *, bounded: bool
+) -> list[jax.Array]:
+    """Conditions [bq, bkv] on positions under which the tile at (row, column) is visible.
+
+    `bounded` says whether keys may end before the tile does. Lengths of queries are not looked at:
+    their rows are cut from the results.
+    """
+    parts: list[jax.Array] = []
+    # Positions, not distances from the diagonal: those are the same in each tile, so the compiler
+    # keeps them in registers across the loop over tiles.
+    iota = plgpu.broadcasted_iota
+    columns = lambda: iota(jnp.int32, shape, 1, layout=WGMMA) + column
+    rows = lambda: iota(jnp.int32, shape[:1], 0, layout=WGMMA.reduce(1)) + (row + lengths.offset)
+    if spec.right is not None:
+        parts.append(columns() <= columns_of(rows() + np.int32(spec.right), shape))
+    if spec.left is not None:
+        parts.append(columns() >= columns_of(rows() - np.int32(spec.left), shape))
+    if bounded:
+        parts.append(columns() < lengths.kv)
+    return parts
+
+
+def conjunction(parts: list[jax.Array]) -> jax.Array:
+    return functools.reduce(operator.and_, parts)
+
+
+def segment_tables(q_ids, kv_ids, rows: int, columns: int) -> dict[str, jax.Array]:
+    """What kernels know of segments: least and greatest id of each tile, and whom a tile meets.
+
+    Ids int32 [B, tiles * rows] and [B, blocks * columns]. `q_extrema` and `kv_extrema` are
+    int32[B, tiles | blocks, 2]; `span` int32[B, tiles, 2] has the first block of keys, and the end
+    of the last, with ids in the range of the tile's.
+    """
+    extrema = {}
+    for name, ids, size in (("q_extrema", q_ids, rows), ("kv_extrema", kv_ids, columns)):
+        ids = ids.reshape(ids.shape[0], -1, size)
+        extrema[name] = jnp.stack([ids.min(axis=2), ids.max(axis=2)], axis=2)
+    q_low, q_high = (extrema["q_extrema"][:, :, None, e] for e in (0, 1))
+    kv_low, kv_high = (extrema["kv_extrema"][:, None, :, e] for e in (0, 1))
+    met = (q_low <= kv_high) & (kv_low <= q_high)  # [B, tiles, blocks]
+    index = jnp.arange(met.shape[2], dtype=jnp.int32)
+    first = jnp.min(jnp.where(met, index, np.int32(met.shape[2])), axis=2)
+    end = jnp.max(jnp.where(met, index + jnp.int32(1), np.int32(0)), axis=2)
+    return extrema | {"span": jnp.stack([first, end], axis=2)}
+
+
+def mixed(refs, batch, tile, block) -> jax.Array:
+    """Whether a tile and a block hold more than one segment between them."""
+    ids = [refs["q_extrema"][batch, tile, e] for e in (0, 1)]
+    ids += [refs["kv_extrema"][batch, block, e] for e in (0, 1)]
+    return functools.reduce(operator.or_, [other != ids[0] for other in ids[1:]])
+
+
+class Order(NamedTuple):
+    """Tiles of rows of all heads as one sequence, long ones first and near ones together.
+
+    Heads are taken in sections whose keys and values stay in the L2 cache; within a section the
+    tiles that see most keys come first, so that none is left over at the end (LPT).
+    """
+
+    batch: int
+    heads: int
+    tiles: int
+    section: int
+    descending: bool
+
+    @property
+    def all(self) -> int:
+        return self.batch * self.heads * self.tiles
+
+    def place(self, index) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Batch row, head and tile of the index-th."""
+        size = jnp.int32(self.section)
+        head_tiles = jnp.int32(self.section * self.tiles)
+        first = lax.div(index, head_tiles) * size
+        rest = lax.rem(index, head_tiles)
+        # The last section may hold fewer heads.
+        size = jnp.minimum(size, jnp.int32(self.batch * self.heads) - first)
+        tile, head = lax.div(rest, size), first + lax.rem(rest, size)
+        if self.descending:
+            tile = jnp.int32(self.tiles - 1) - tile
+        return lax.div(head, jnp.int32(self.heads)), lax.rem(head, jnp.int32(self.heads)), tile
+
+
+def section_of(batch_heads: int, group: int, head_bytes: int, cache_bytes: int) -> int:
+    """How many query heads share the cache: whole groups of those that share a kv head."""
+    kv_heads = max(1, cache_bytes // max(1, head_bytes))
+    return min(batch_heads, kv_heads * group)

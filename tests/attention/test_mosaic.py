@@ -1,0 +1,172 @@
+"""The Hopper kernel in the interpreter, races detected: values, masks, NaN, what it refuses."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import pallas_ops
+from pallas_ops import testing
+from pallas_ops.attention.mosaic_config import Config, candidates, heuristic
+from tests import interpreter
+from tests.attention import cases
+
+SIZES = {"B": 1, "T": 130, "S": 200, "N": 2, "K": 1, "H": 64, "Hv": 64}
+SMALL = Config(block_kv=64, blocks=2)
+
+# By name: the config, and the call as in cases.CASES. Two blocks share three tiles or more.
+CASES = {
+    "plain": (SMALL, {}),
+    "heads_of_72_and_40": (SMALL, {"H": 72, "Hv": 40, "is_causal": True, "q_offset": [70]}),
+    "heads_of_256": (SMALL, {"H": 256, "Hv": 256, "is_causal": True}),
+    "heads_of_64_and_192": (Config(64, stages=3), {"Hv": 192, "T": 64, "is_causal": True}),
+    "three_consumers": (Config(128, consumers=3, blocks=1), {"T": 250, "is_causal": True}),
+    "one_consumer": (Config(128, consumers=1, blocks=2), {"scale": 2.0}),
+    "one_query": (SMALL, {"T": 1, "B": 3, "key_value_seq_lengths": [200, 1, 77]}),
+    "one_block_a_tile": (Config(64, blocks=0), {"B": 2, "is_causal": True, "q_offset": [3, 70]}),
+    "no_producer": (Config(64, blocks=0, producer=False), {"is_causal": True, "q_offset": [70]}),
+    "groups": (SMALL, {"N": 6, "K": 2, "T": 60, "is_causal": True}),
+    "before_the_start": (SMALL, {"is_causal": True, "q_offset": [-100]}),
+    "past_the_end": (SMALL, {"is_causal": True, "q_offset": [190]}),
+    "window": (SMALL, {"local_window_size": (40, 7), "q_offset": [30]}),
+    "window_left_open": (SMALL, {"local_window_size": (None, 9)}),
+    "window_right_open": (SMALL, {"local_window_size": (9, None), "q_offset": [100]}),
+    "lengths": (
+        SMALL,
+        {"B": 3, "query_seq_lengths": [99, 0, 130], "key_value_seq_lengths": [130, 200, 0]},
+    ),
+    "segments": (SMALL, {"segments": 3, "is_causal": True, "q_offset": [70]}),
+    "segments_shuffled": (SMALL, {"segments": 3, "shuffled": True}),
+    "soft_cap_and_sinks": (
+        SMALL,
+        {"logits_soft_cap": 1.5, "sinks": True, "query_seq_lengths": [70]},
+    ),
+    "sinks_of_no_weight": (SMALL, {"sinks": -np.inf, "key_value_seq_lengths": [0]}),
+    "mask_and_bias": (SMALL, {"mask": "1NTS", "bias": "TS", "bias_inf": 0.3}),
+    "mask_of_keys": (SMALL, {"mask": "B11S", "bias": "1NT1"}),
+    "mask_of_rows": (SMALL, {"mask": "11T1", "bias": "1N11", "is_causal": True}),
+    "bias_of_keys": (SMALL, {"bias": "1N1S", "mask": "N11", "logits_soft_cap": 1.5}),
+    "dropout": (SMALL, {"dropout_rate": 0.4, "is_causal": True, "T": 64}),
+    "everything": (
+        SMALL,
+        {"B": 2, "local_window_size": (60, 30), "logits_soft_cap": 1.5, "dropout_rate": 0.3}
+        | {"q_offset": [3, -20], "query_seq_lengths": [100, 130], "bias": "B1TS", "bias_inf": 0.2}
+        | {"key_value_seq_lengths": [180, 70], "segments": 2, "mask": "1NTS", "sinks": True},
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _interpreter(monkeypatch):
+    interpreter.install(monkeypatch)
+    with testing.interpret(races=True):
+        yield
+
+
+def run(config, inputs, dtype=jnp.bfloat16, **options):
+    floats = {n: jnp.asarray(x, dtype) for n, x in inputs.floats.items()}
+    arrays = {n: x if n == "dropout_key" else jnp.asarray(x) for n, x in inputs.arrays.items()}
+    options = {"implementation": "mosaic_gpu", "config": config} | options
+    out, lse = pallas_ops.flash_attention(
+        **floats, **arrays, **inputs.statics, **options, return_residual=True
+    )
+    return np.asarray(out, np.float64), np.asarray(lse, np.float64)
+
+
+def assert_right(inputs, out, lse):
+    """As close to float64 as the plain implementation in the same dtype, twice over."""
+    expected = cases.truth(inputs)
+    plain, _ = run(None, inputs, implementation="reference")
+    finite = np.isfinite(expected["out"])
+    np.testing.assert_array_equal(np.isnan(out), np.isnan(expected["out"]))
+    error, allowed = (
+        np.max(np.abs(x - expected["out"]), where=finite, initial=0) for x in (out, plain)
+    )
+    assert error <= 2 * allowed + 1e-3
+    cases.assert_near(lse, expected["lse"], 1e-5, "lse")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_values(name):
+    config, case = CASES[name]
+    inputs = cases.inputs(name, SIZES | case, jnp.bfloat16)
+    assert_right(inputs, *run(config, inputs))
+
+
+@pytest.mark.parametrize("name", ["plain", "three_consumers"])
+def test_float16(name):
+    config, case = CASES[name]
+    inputs = cases.inputs(name, SIZES | case, jnp.float16)
+    assert_right(inputs, *run(config, inputs, jnp.float16))
+
+
+@pytest.mark.parametrize(
+    ("config", "case"),
+    [
+        (SMALL, {"is_causal": True, "T": 200, "q_offset": [-10]}),
+        (SMALL, {"is_causal": True, "q_offset": [-20], "H": 256, "Hv": 256}),
+        (Config(64, consumers=3, blocks=1), {"segments": 2, "Hv": 128}),
+        (Config(64, blocks=0, producer=False), {"local_window_size": (30, 30)}),
+        (SMALL, {"mask": "1NTS", "dropout_rate": 0.3, "T": 64}),
+        (SMALL, {"key_value_seq_lengths": [100], "query_seq_lengths": [50]}),
+    ],
+    ids=["causal", "wide", "segments", "window", "mask", "lengths"],
+)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_what_is_masked_reaches_nothing(config, case, dtype):
+    """NaN and Inf in rows that some queries see and others do not, and some that none does."""
+    inputs = cases.inputs("poisoned", SIZES | case, dtype)
+    inputs.floats["query"][:, 5] = np.nan
+    inputs.floats["key"][:, 90:95, :, 3] = np.nan
+    inputs.floats["value"][:, 70, :, 2] = np.nan
+    inputs.floats["value"][:, 120, :, 1] = np.inf
+    inputs.floats["value"][:, -1] = np.nan
+    out, _ = run(config, inputs, dtype)
+    expected = cases.truth(inputs)["out"]
+    # The sum of a weight times Inf is NaN here, as in the other implementations.
+    np.testing.assert_array_equal(np.isnan(out), ~np.isfinite(expected))
+    finite = np.isfinite(expected)
+    np.testing.assert_allclose(out[finite], expected[finite], rtol=0, atol=0.03)
+
+
+def test_configs_fit():
+    for h, hv in ((8, 8), (64, 64), (72, 128), (128, 128), (192, 128), (256, 256)):
+        call = [jax.ShapeDtypeStruct((1, 512, 2, size), jnp.bfloat16) for size in (h, h, hv)]
+        chosen = heuristic("NVIDIA H200", *call, fields=("query", "key", "value"))
+        for config in (chosen, *candidates(*call)):
+            attend = lambda *call, config=config: pallas_ops.flash_attention(
+                *call, implementation="mosaic_gpu", config=config
+            )
+            assert jax.eval_shape(attend, *call).shape == (1, 512, 2, hv)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "h", "options", "reason"),
+    [
+        (jnp.float32, 64, {}, "all in bfloat16 or all in float16, not float32"),
+        (jnp.bfloat16, 36, {}, "multiples of 8 up to 256, not H=36"),
+        (jnp.bfloat16, 264, {}, "multiples of 8 up to 256, not H=264"),
+        (jnp.bfloat16, 256, {"config": Config(256)}, "bytes of shared memory"),
+    ],
+    ids=["dtype", "odd", "wide", "config"],
+)
+def test_refuses_by_name(dtype, h, options, reason):
+    x = jnp.zeros((1, 64, 1, h), dtype)
+    with pytest.raises(NotImplementedError, match=reason):
+        pallas_ops.flash_attention(x, x, x, implementation="mosaic_gpu", **options)
+
+
+def test_no_gradient_yet():
+    x = jnp.zeros((1, 64, 1, 64), jnp.bfloat16)
+    attend = lambda x: pallas_ops.flash_attention(x, x, x, implementation="mosaic_gpu").sum()
+    with pytest.raises(NotImplementedError, match="no mosaic_gpu kernel exists"):
+        jax.eval_shape(jax.grad(attend), x)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"block_kv": 96}, {"consumers": 4}, {"stages": 1}, {"producer": False}]
+)
+def test_config_refuses(fields):
+    with pytest.raises(ValueError, match="got Config"):
+        Config(**fields)

@@ -1,0 +1,163 @@
+"""Fills gaps of Pallas' Mosaic GPU interpreter that attention's kernels meet. Private API of JAX.
+
+Checked on 0.11.2 and 0.12.0.1. Added are accumulators with an initial value, stores to accumulators
+and wgmma with its left operand in registers. `JaxprInterpreter.interpret` is wrapped: what is known
+here is done here, every other equation by the original, one at a time.
+"""
+
+import functools
+
+import jax.numpy as jnp
+import numpy as np
+from jax._src import callback
+from jax._src import core as jax_core
+from jax._src.pallas.mosaic.interpret import utils
+from jax._src.pallas.mosaic_gpu import core as gpu_core
+from jax._src.pallas.mosaic_gpu import primitives
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret, shared_memory
+from jax._src.state import discharge, types
+
+_interpret_original = jaxpr_interpret.JaxprInterpreter.interpret
+_TOKEN = gpu_callbacks.TOKEN_SHAPE_DTYPE
+
+
+def _allocate(self, token, value, eqn):
+    token, request = gpu_callbacks.call_make_allocation_request_array(
+        token=token,
+        compute_unit=self.thread,
+        memory_space_id=shared_memory.get_memory_space_idx(gpu_core.MemorySpace.REGS),
+        initial_ref_count=1,
+    )
+    return gpu_callbacks.call_allocate_buffer(
+        token=token,
+        mesh_location=self.mesh_location,
+        thread=self.thread,
+        allocation_request_as_array=request,
+        value=value,
+        source_info=eqn.source_info,
+    )
+
+
+def _free(self, token, key, eqn):
+    return gpu_callbacks.call_deallocate_buffer(
+        token=token,
+        mesh_location=self.mesh_location,
+        thread=self.thread,
+        allocation_key_as_array=key,
+        source_info=eqn.source_info,
+    )
+
+
+def _read(self, token, key, aval, eqn):
+    deref = functools.partial(gpu_callbacks.wgmma_accumulator_deref, source_info=eqn.source_info)
+    return callback.io_callback(
+        deref,
+        (_TOKEN, aval),
+        token=token,
+        mesh_location=self.mesh_location,
+        thread=self.thread,
+        acc_allocation_key_as_array=key,
+        wait_n=0,
+    )
+
+
+def _run_state(self, eqn, token, values):
+    jaxpr, arguments, owned = eqn.params["jaxpr"], [], []
+    for value, out in zip(values, eqn.outvars, strict=True):
+        if isinstance(out.aval, types.AbstractRef):  # a reference passes through
+            arguments.append(value)
+            owned.append(None)
+        else:
+            token, key = _allocate(self, token, value, eqn)
+            arguments.append(key)
+            owned.append(key)
+    token, _ = self.interpret(jaxpr, token, *arguments)
+    outs = []
+    for variable, value, key in zip(jaxpr.invars, arguments, owned, strict=True):
+        if key is not None:
+            token, value = _read(self, token, key, variable.aval, eqn)
+            token = _free(self, token, key, eqn)
+        outs.append(value)
+    return token, outs
+
+
+class _Equation:
+    """An equation whose left operand is no RefUnion, so that it is not looked into."""
+
+    def __init__(self, eqn):
+        self.primitive, self.params, self.source_info = eqn.primitive, eqn.params, eqn.source_info
+        self.invars, self.outvars = eqn.invars, eqn.outvars
+
+
+def _wgmma(self, eqn, token, values):
+    if isinstance(eqn.invars[1].aval, types.AbstractRef):
+        return None
+    token, key = _allocate(self, token, values[1], eqn)
+    values = [values[0], key, *values[2:]]
+    token, out = self._interpret_wgmma_ref_p(_Equation(eqn), token, lambda: values)
+    return _free(self, token, key, eqn), out
+
+
+def _store_accumulator(self, eqn, token, values):
+    def store(token, key, value, location, thread):
+        memory = gpu_callbacks._get_shared_memory()
+        key = gpu_callbacks.HostAllocationKey.from_array(key)
+        info = shared_memory.GPULoggingInfo(location, thread, eqn.source_info)
+        access = memory.access(key, ())
+        memory.store_buffer_content(key, access, np.array(value), thread, logging_info=info)
+        return token
+
+    token = callback.io_callback(store, _TOKEN, token, *values, self.mesh_location, self.thread)
+    aval = eqn.outvars[0].aval
+    return token, jnp.zeros(aval.shape, aval.dtype)
+
+
+_RULES = {
+    discharge.run_state_p: _run_state,
+    primitives.wgmma_ref_p: _wgmma,
+    primitives.wgmma_accumulator_store_p: _store_accumulator,
+}
+
+
+def _interpret(self, jaxpr, token, *args):
+    if not any(eqn.primitive in _RULES for eqn in jaxpr.eqns):
+        return _interpret_original(self, jaxpr, token, *args)
+    skipping = self.interpret_params.skip_floating_point_ops
+    env = utils.JaxprEnv(
+        vars=[*jaxpr.constvars, *jaxpr.invars],
+        values=args,
+        sentinel_for_floating_point_values=jaxpr_interpret._SENTINEL if skipping else None,
+    )
+    for eqn in jaxpr.eqns:
+        rule = _RULES.get(eqn.primitive)
+        result = rule(self, eqn, token, env.read_many(eqn.invars)) if rule else None
+        if result is not None:
+            token, out = result
+            env.write_many(eqn.outvars, out if eqn.primitive.multiple_results else [out])
+            continue
+        variables = [v for v in eqn.invars if not isinstance(v, jax_core.Literal)]
+        variables = list(dict.fromkeys(variables))
+        outs = [v for v in eqn.outvars if not isinstance(v, jax_core.DropVar)]
+        info = jaxpr.debug_info.with_unknown_names()
+        one = jaxpr.replace(
+            constvars=[], invars=variables, outvars=outs, eqns=[eqn], debug_info=info
+        )
+        token, out = _interpret_original(self, one, token, *env.read_many(variables))
+        env.write_many(outs, out)
+    return token, env.read_many(jaxpr.outvars)
+
+
+def _deallocate_barrier(self):
+    # 0.11.2 demands of a thread that waited on a barrier that it has seen all of its phases when it
+    # is freed; 0.12 does so no more.
+    with self.cv:
+        self.ref_count -= 1
+        if self.ref_count <= 0 and self.arrivals_count != 0:
+            raise ValueError(f"barrier freed with {self.arrivals_count} arrivals pending")
+
+
+def install(monkeypatch) -> None:
+    """Installs the additions for the time of a test."""
+    monkeypatch.setattr(jaxpr_interpret.JaxprInterpreter, "interpret", _interpret)
+    if not hasattr(shared_memory, "BarrierReallocationChecker"):
+        monkeypatch.setattr(shared_memory.Barrier, "deallocate", _deallocate_barrier)
