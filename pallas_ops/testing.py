@@ -10,7 +10,9 @@ def interpret(races: bool = True) -> Iterator[None]:
 
     The interpreter simulates shared memory, barriers, TMA and wgmma. Memory that was never written
     reads as NaN. Within the context `implementation="mosaic_gpu"` runs on a CPU, and None prefers
-    it; it is slow, so use tiny shapes. Compiled functions are not shared with the outside.
+    it; it is slow, so use tiny shapes. Compiled functions are not shared with the outside. On a
+    machine of few cores give XLA more threads, or large kernels may wait for each other for ever:
+    `XLA_FLAGS=--xla_force_host_platform_device_count=8`.
 
     Args:
       races: also detect races between warpgroups, blocks and asynchronous copies; one found is

@@ -1,12 +1,14 @@
 """Fills gaps of Pallas' Mosaic GPU interpreter that attention's kernels meet. Private API of JAX.
 
-Checked on 0.11.2 and 0.12.0.1. Added are accumulators with an initial value, stores to accumulators
-and wgmma with its left operand in registers. `JaxprInterpreter.interpret` is wrapped: what is known
-here is done here, every other equation by the original, one at a time.
+Checked on 0.11.2 and 0.12.0.1. Added are accumulators with an initial value, stores to them, wgmma
+with its left operand in registers and TMA that adds. `JaxprInterpreter.interpret` is wrapped: what
+is known here is done here, every other equation by the original, one at a time.
 """
 
 import functools
+import threading
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax._src import callback
@@ -18,6 +20,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks, jaxpr_interpret,
 from jax._src.state import discharge, types
 
 _interpret_original = jaxpr_interpret.JaxprInterpreter.interpret
+_ADDING = threading.Lock()
 _TOKEN = gpu_callbacks.TOKEN_SHAPE_DTYPE
 
 
@@ -112,7 +115,46 @@ def _store_accumulator(self, eqn, token, values):
     return token, jnp.zeros(aval.shape, aval.dtype)
 
 
+def _add_to_gmem(self, eqn, token, values):
+    params = eqn.params
+    if params["reduction_op"] != "add" or params["has_user_predicate"]:
+        return None
+    source, target, *flat = values
+    trees = (params["src_transforms_treedef"], params["dst_transforms_treedef"])
+    transforms = jax.tree.unflatten(jax.tree_util.treedef_tuple(trees), flat)
+    ends = [
+        jaxpr_interpret.resolve_ref(variable.aval, ref, transform)
+        for variable, ref, transform in zip(eqn.invars, (source, target), transforms, strict=False)
+    ]
+
+    def add(token, location, thread, ends):
+        memory = gpu_callbacks._get_shared_memory()
+        info = shared_memory.GPULoggingInfo(location, thread, eqn.source_info)
+        (source, access), (target, other) = (
+            _access(memory, key, transforms) for key, transforms in ends
+        )
+        value, _, _ = memory.get_buffer_content(source, access, thread, logging_info=info)
+        with _ADDING:
+            old, (shape, _), _ = memory.get_buffer_content(target, other, thread, logging_info=info)
+            if old is None or value is None:  # all of it is out of bounds
+                return token
+            new = old + value[tuple(map(slice, old.shape))]
+            inside = utils.Access(utils.clip_range_to_shape(other.range or (), tuple(shape)))
+            memory.store_buffer_content(target, inside, new, thread, logging_info=info)
+        return token
+
+    add_all = callback.io_callback(add, _TOKEN, token, self.mesh_location, self.thread, ends)
+    return add_all, []
+
+
+def _access(memory, key, transforms):
+    key = gpu_callbacks.HostAllocationKey.from_array(key)
+    transforms = jax.tree.map(int, gpu_callbacks._remove_noop_transforms(transforms))
+    return key, memory.access(key, transforms)
+
+
 _RULES = {
+    primitives.copy_smem_to_gmem_p: _add_to_gmem,
     discharge.run_state_p: _run_state,
     primitives.wgmma_ref_p: _wgmma,
     primitives.wgmma_accumulator_store_p: _store_accumulator,

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from pallas_ops import tuning
+from pallas_ops.attention.validate import Spec
 
 ROWS = 64  # of a warpgroup, by wgmma
 READ_BY_TILE = ("bias", "mask")  # operands that come without TMA, straight into registers
@@ -51,6 +52,23 @@ class Config:
         return (160, 32) if self.consumers == 3 else (240, 32)
 
 
+@dataclasses.dataclass(frozen=True)
+class BackwardConfig:
+    """How the work of `flash_attention_bwd` is cut on Hopper.
+
+    A block of the grid takes 128 keys, 64 for each of two consumers, and `block_q` queries a step,
+    of which `stages` steps are in shared memory.
+    """
+
+    block_q: int = 64
+    stages: int = 2
+
+    def __post_init__(self):
+        tuning.check_fields(self)
+        if self.block_q not in (64, 128) or self.stages < 2:
+            raise ValueError(f"block_q must be 64 or 128 and stages 2 or more, got {self}")
+
+
 class Sizes(NamedTuple):
     """What is static of a call; `hp` and `hvp` are head dimensions in whole swizzled lines."""
 
@@ -88,6 +106,19 @@ class Sizes(NamedTuple):
     def shared_memory(self, config: Config) -> int:
         output = 0 if self.shares_output(config) else 2 * config.rows * self.hvp
         return self.bytes_of_inputs(config) + output
+
+    def backward_shared_memory(self, config: BackwardConfig) -> int:
+        """Keys, values; queries, cotangents; gradients of scores, twice; a gradient of queries."""
+        lines = (2 * ROWS + config.stages * config.block_q) * (self.hp + self.hvp)
+        return 2 * lines + 8 * ROWS * config.block_q + 4 * config.block_q * self.hp
+
+    def refuse_backward(self, config: BackwardConfig) -> str | None:
+        """Why a config does not fit."""
+        if self.backward_shared_memory(config) > _SHARED_MEMORY:
+            return f"{config} needs {self.backward_shared_memory(config)} bytes of shared memory"
+        if self.hp < 128 and config.block_q < 128:
+            return f"{config} needs heads over 64, not H={self.h}"
+        return None
 
 
 def heuristic(device_kind: str | None, query, key, value, *rest, fields, **params) -> Config:
@@ -131,3 +162,34 @@ def refuse(query, key, value, *rest, config: Config | None, **params) -> str | N
     if config is not None and sizes.shared_memory(config) > _SHARED_MEMORY:
         return f"{config} needs {sizes.shared_memory(config)} bytes of shared memory"
     return None
+
+
+def backward_heuristic(device_kind, query, key, value, *rest, **params) -> BackwardConfig:
+    """What fits: two consumers share a gradient of queries by 64 rows or 64 columns each."""
+    del device_kind, rest, params
+    return BackwardConfig(block_q=128 if Sizes.of(query, key, value).hp == 64 else 64)
+
+
+def backward_candidates(query, key, value, *rest, **params) -> list[BackwardConfig]:
+    del rest, params
+    sizes = Sizes.of(query, key, value)
+    made = [BackwardConfig(block_q, stages) for block_q in (64, 128) for stages in (2, 3)]
+    return [c for c in made if sizes.refuse_backward(c) is None]
+
+
+def refuse_backward(
+    query, key, value, *rest, config: BackwardConfig | None, fields, spec: Spec, **params
+) -> str | None:
+    """Why a call's gradients can't be served."""
+    reason = refuse(query, key, value, *rest, config=None, **params)
+    if reason is not None:
+        return reason
+    for name, what in (("bias", "a bias"), ("mask", "a mask array"), ("seeds", "dropout")):
+        if name in fields:
+            return f"its gradients take no {what.removeprefix('a ')} yet"
+    if spec.deterministic:
+        return "its gradients are not deterministic yet"
+    sizes = Sizes.of(query, key, value)
+    if max(sizes.hp, sizes.hvp) > 128:
+        return f"its gradients take heads up to 128 yet, not H={sizes.h} and Hv={sizes.hv}"
+    return None if config is None else sizes.refuse_backward(config)

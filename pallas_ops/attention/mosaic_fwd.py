@@ -39,22 +39,19 @@ def _inputs(operands: Operands, config: Config) -> dict[str, jax.Array]:
     swizzled layout, 8 rows by 64 columns.
     """
     inputs = {name: getattr(operands, name) for name in operands.present}
-
-    def pad(x, sizes: dict[int, int], **how):
-        widths = [(0, -d % sizes.get(axis, 1)) for axis, d in enumerate(x.shape)]
-        return jnp.pad(x, widths, **how) if any(end for _, end in widths) else x
-
     for name in ("query", "key", "value"):
-        inputs[name] = pad(inputs[name], {1: 8, 3: 64})
+        inputs[name] = visibility.pad(inputs[name], {1: 8, 3: 64})
     whole = {2: config.rows, 3: config.block_kv}
     for name in READ_BY_TILE:
         if name in inputs:
             x = inputs[name]
             x = x.astype(jnp.int8) if x.dtype == jnp.bool_ else x
-            inputs[name] = pad(x, {axis: n for axis, n in whole.items() if x.shape[axis] > 1})
+            inputs[name] = visibility.pad(
+                x, {axis: n for axis, n in whole.items() if x.shape[axis] > 1}
+            )
     if operands.q_segments is not None and operands.kv_segments is not None:
-        q = pad(operands.q_segments, {1: config.rows}, mode="edge")
-        kv = pad(operands.kv_segments, {1: config.block_kv}, mode="edge")
+        q = visibility.pad(operands.q_segments, {1: config.rows}, mode="edge")
+        kv = visibility.pad(operands.kv_segments, {1: config.block_kv}, mode="edge")
         inputs |= {"q_segments": q, "kv_segments": kv}
         inputs |= visibility.segment_tables(q, kv, config.rows, config.block_kv)
     return inputs

@@ -33,11 +33,14 @@ def rows_of(vector: jax.Array, shape: tuple[int, int]) -> jax.Array:
     return lax.broadcast_in_dim(vector, shape, [1])
 
 
-class Range(NamedTuple):
-    """Blocks [first, end) that a tile meets, of which [full_first, full_end) need no mask.
+def pad(x: jax.Array, sizes: dict[int, int], **how) -> jax.Array:
+    """`x` with dimensions, by axis, rounded up to multiples; as it is where they are."""
+    widths = [(0, -d % sizes.get(axis, 1)) for axis, d in enumerate(x.shape)]
+    return jnp.pad(x, widths, **how) if any(end for _, end in widths) else x
 
-    There is always one block, if only to find that nothing in it is visible.
-    """
+
+class Range(NamedTuple):
+    """Blocks [first, end) that a tile meets, of which [full_first, full_end) need no mask."""
 
     first: jax.Array
     end: jax.Array
@@ -49,10 +52,15 @@ class Range(NamedTuple):
         return self.end - self.first
 
     def within(self, first, end) -> "Range":
-        """Those of [first, end)."""
+        """Those of [first, end), but one at least."""
         start = jnp.minimum(jnp.maximum(self.first, first), self.end - jnp.int32(1))
         end = jnp.maximum(jnp.minimum(self.end, end), start + jnp.int32(1))
         return self._replace(first=start, end=end)
+
+    def meeting(self, first, end) -> "Range":
+        """Those of [first, end), maybe none."""
+        start = jnp.maximum(self.first, first)
+        return self._replace(first=start, end=jnp.maximum(jnp.minimum(self.end, end), start))
 
 
 class Lengths(NamedTuple):
@@ -64,7 +72,10 @@ class Lengths(NamedTuple):
 
 
 def kv_blocks(spec: Spec, lengths: Lengths, row, rows: int, block: int, count: int) -> Range:
-    """The blocks of keys, `count` in all, that the queries [row, row + rows) meet."""
+    """The blocks of keys, `count` in all, that the queries [row, row + rows) meet.
+
+    There is always one, if only to find that nothing in it is visible.
+    """
     last_row = row + jnp.int32(rows - 1)
     first, end = jnp.int32(0), lengths.kv
     full_first, full_end = first, end
@@ -84,26 +95,70 @@ def kv_blocks(spec: Spec, lengths: Lengths, row, rows: int, block: int, count: i
     return Range(first, end, cdiv(full_first, block), lax.div(full_end, jnp.int32(block)))
 
 
-def visible(
-    spec: Spec, lengths: Lengths, row, column, shape: tuple[int, int], *, bounded: bool
-) -> list[jax.Array]:
-    """Conditions [bq, bkv] on positions under which the tile at (row, column) is visible.
+def q_blocks(spec: Spec, lengths: Lengths, column, columns: int, block: int, count: int) -> Range:
+    """The blocks of queries, `count` in all, that the keys [column, column + columns) meet.
 
-    `bounded` says whether keys may end before the tile does. Lengths of queries are not looked at:
-    their rows are cut from the results.
+    There may be none. Lengths of queries only end them: what their rows hold is cut off elsewhere.
     """
-    parts: list[jax.Array] = []
-    # Positions, not distances from the diagonal: those are the same in each tile, so the compiler
-    # keeps them in registers across the loop over tiles.
-    iota = plgpu.broadcasted_iota
-    columns = lambda: iota(jnp.int32, shape, 1, layout=WGMMA) + column
-    rows = lambda: iota(jnp.int32, shape[:1], 0, layout=WGMMA.reduce(1)) + (row + lengths.offset)
+    last_column = column + jnp.int32(columns - 1)
+    first, end = jnp.int32(0), lengths.query
+    full_first, full_end = first, jnp.int32(count * block)
     if spec.right is not None:
-        parts.append(columns() <= columns_of(rows() + np.int32(spec.right), shape))
+        reach = lengths.offset + np.int32(spec.right)
+        first, full_first = column - reach, last_column - reach
     if spec.left is not None:
-        parts.append(columns() >= columns_of(rows() - np.int32(spec.left), shape))
-    if bounded:
-        parts.append(columns() < lengths.kv)
+        reach = np.int32(spec.left + 1) - lengths.offset
+        end, full_end = jnp.minimum(end, last_column + reach), column + reach
+    end = jnp.where(column < lengths.kv, end, jnp.int32(0))
+    full_end = jnp.where(last_column < lengths.kv, full_end, jnp.int32(0))
+    first, end, full_first, full_end = (
+        jnp.maximum(x, jnp.int32(0)) for x in (first, end, full_first, full_end)
+    )
+    first = lax.div(first, jnp.int32(block))
+    end = jnp.maximum(jnp.minimum(cdiv(end, block), jnp.int32(count)), first)
+    return Range(first, end, cdiv(full_first, block), lax.div(full_end, jnp.int32(block)))
+
+
+def visible(
+    spec: Spec,
+    lengths: Lengths,
+    row,
+    column,
+    shape: tuple[int, int],
+    *,
+    bounded: bool,
+    transposed: bool = False,
+) -> list[jax.Array]:
+    """Conditions on positions under which elements of the tile at (row, column) are visible.
+
+    `shape` is [bq, bkv], or [bkv, bq] where transposed. `bounded` says whether keys may end before
+    the tile does. Lengths of queries are not looked at: their rows are cut from the results.
+    """
+    # Positions, not distances from the diagonal: those are the same in each tile, so the compiler
+    # keeps them in registers across the loop over tiles. Each side is a whole tile along its axis 1
+    # and a vector along axis 0, which takes fewer registers.
+    query = row + lengths.offset
+    along, across = (query, column) if transposed else (column, query)
+    iota = plgpu.broadcasted_iota
+    tile = lambda: iota(jnp.int32, shape, 1, layout=WGMMA) + along
+    vector = lambda: iota(jnp.int32, shape[:1], 0, layout=WGMMA.reduce(1)) + across
+    parts: list[jax.Array] = []
+    if spec.right is not None:
+        right = np.int32(spec.right)
+        if transposed:
+            parts.append(tile() >= columns_of(vector() - right, shape))
+        else:
+            parts.append(tile() <= columns_of(vector() + right, shape))
+    if spec.left is not None:
+        left = np.int32(spec.left)
+        if transposed:
+            parts.append(tile() <= columns_of(vector() + left, shape))
+        else:
+            parts.append(tile() >= columns_of(vector() - left, shape))
+    if bounded and transposed:
+        parts.append(columns_of(vector(), shape) < lengths.kv)
+    elif bounded:
+        parts.append(tile() < lengths.kv)
     return parts
 
 

@@ -263,26 +263,52 @@ for _operation, _by, _blocked, _plain in (
     )
 
 
+# These bring Pallas, which takes a while to import.
 def _mosaic_forward(operands: Operands, spec: Spec, config):
-    from pallas_ops.attention import mosaic_fwd  # brings Pallas, which takes a while to import
+    from pallas_ops.attention import mosaic_fwd
 
     return mosaic_fwd.forward(operands, spec, config)
 
 
-flash_attention_fwd.register(
-    "mosaic_gpu",
-    dispatch.Implementation(
+def _mosaic_backward(*args):
+    from pallas_ops.attention import mosaic_bwd
+
+    return mosaic_bwd.backward(*args)
+
+
+for _operation, _run, _refuse, _tunable in (
+    (
+        flash_attention_fwd,
         functools.partial(_forward_by, _mosaic_forward),
-        refuse=mosaic_config.refuse,
-        refuse_device=dispatch.not_hopper,
-        platforms=("cuda",),
-        tunable=tuning.Tunable(
+        mosaic_config.refuse,
+        tuning.Tunable(
             mosaic_config.Config,
             workload.key,
             candidates=mosaic_config.candidates,
             heuristic=mosaic_config.heuristic,
         ),
-        automatic=False,
-        interpretable=True,
     ),
-)
+    (
+        flash_attention_bwd,
+        functools.partial(_backward_by, _mosaic_backward),
+        mosaic_config.refuse_backward,
+        tuning.Tunable(
+            mosaic_config.BackwardConfig,
+            workload.key,
+            candidates=mosaic_config.backward_candidates,
+            heuristic=mosaic_config.backward_heuristic,
+        ),
+    ),
+):
+    _operation.register(
+        "mosaic_gpu",
+        dispatch.Implementation(
+            _run,
+            refuse=_refuse,
+            refuse_device=dispatch.not_hopper,
+            platforms=("cuda",),
+            tunable=_tunable,
+            automatic=False,
+            interpretable=True,
+        ),
+    )

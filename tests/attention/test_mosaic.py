@@ -1,4 +1,4 @@
-"""The Hopper kernel in the interpreter, races detected: values, masks, NaN, what it refuses."""
+"""The Hopper kernels in the interpreter, races detected: values, masks, NaN, what they refuse."""
 
 import jax
 import jax.numpy as jnp
@@ -86,6 +86,60 @@ def assert_right(inputs, out, lse):
     cases.assert_near(lse, expected["lse"], 1e-5, "lse")
 
 
+# What the backward takes: no bias, mask, dropout, or heads over 128.
+GRADIENTS = (
+    "plain",
+    "heads_of_72_and_40",
+    "groups",
+    "past_the_end",
+    "window",
+    "window_right_open",
+    "lengths",
+    "segments",
+    "segments_shuffled",
+    "soft_cap_and_sinks",
+)
+
+
+def gradients(inputs, implementation, config=None):
+    """Of all floats, by the public call."""
+    floats = {n: jnp.asarray(x, jnp.bfloat16) for n, x in inputs.floats.items()}
+    arrays = {n: jnp.asarray(x) for n, x in inputs.arrays.items()}
+    options = {"implementation": implementation, "config": config, "return_residual": True}
+
+    def attend(floats):
+        return pallas_ops.flash_attention(**floats, **arrays, **inputs.statics, **options)
+
+    (out, _), pull = jax.vjp(attend, floats)
+    (found,) = pull((jnp.asarray(inputs.dout, out.dtype), jnp.asarray(inputs.dlse, jnp.float32)))
+    return {n: np.asarray(x, np.float64) for n, x in found.items()}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients(name):
+    config, case = CASES[name]
+    inputs = cases.inputs(name, SIZES | case, jnp.bfloat16)
+    expected = cases.truth(inputs)
+    found = gradients(inputs, "mosaic_gpu", config)
+    plain = gradients(inputs, "reference")
+    for operand, x in found.items():
+        error, allowed = (np.max(np.abs(y - expected[operand])) for y in (x, plain[operand]))
+        assert error <= 2 * allowed + 1e-3, operand
+
+
+def test_gradients_of_what_is_masked():
+    """NaN where some pairs see it: the same entries are NaN as in `xla`, and the rest is right."""
+    inputs = cases.inputs("poisoned", SIZES | {"is_causal": True, "q_offset": [-20]}, jnp.bfloat16)
+    for name in ("query", "key", "value"):
+        inputs.floats[name][:, 100, :, 3] = np.nan
+    found = gradients(inputs, "mosaic_gpu", SMALL)
+    expected = gradients(inputs, "xla")
+    for operand, x in found.items():
+        assert 0 < np.isnan(x).sum() < x.size
+        np.testing.assert_array_equal(np.isnan(x), np.isnan(expected[operand]))
+        np.testing.assert_allclose(x, expected[operand], rtol=0, atol=0.1)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_values(name):
     config, case = CASES[name]
@@ -104,18 +158,20 @@ def test_float16(name):
     ("config", "case"),
     [
         (SMALL, {"is_causal": True, "T": 200, "q_offset": [-10]}),
+        (SMALL, {"is_causal": True, "q_offset": [-20], "dtype": jnp.float16}),
         (SMALL, {"is_causal": True, "q_offset": [-20], "H": 256, "Hv": 256}),
         (Config(64, consumers=3, blocks=1), {"segments": 2, "Hv": 128}),
         (Config(64, blocks=0, producer=False), {"local_window_size": (30, 30)}),
         (SMALL, {"mask": "1NTS", "dropout_rate": 0.3, "T": 64}),
         (SMALL, {"key_value_seq_lengths": [100], "query_seq_lengths": [50]}),
     ],
-    ids=["causal", "wide", "segments", "window", "mask", "lengths"],
+    ids=["causal", "float16", "wide", "segments", "window", "mask", "lengths"],
 )
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16], ids=["bfloat16", "float16"])
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
-def test_what_is_masked_reaches_nothing(config, case, dtype):
+def test_what_is_masked_reaches_nothing(config, case):
     """NaN and Inf in rows that some queries see and others do not, and some that none does."""
+    dtype = case.get("dtype", jnp.bfloat16)
+    case = {name: x for name, x in case.items() if name != "dtype"}
     inputs = cases.inputs("poisoned", SIZES | case, dtype)
     inputs.floats["query"][:, 5] = np.nan
     inputs.floats["key"][:, 90:95, :, 3] = np.nan
@@ -157,11 +213,28 @@ def test_refuses_by_name(dtype, h, options, reason):
         pallas_ops.flash_attention(x, x, x, implementation="mosaic_gpu", **options)
 
 
-def test_no_gradient_yet():
-    x = jnp.zeros((1, 64, 1, 64), jnp.bfloat16)
-    attend = lambda x: pallas_ops.flash_attention(x, x, x, implementation="mosaic_gpu").sum()
-    with pytest.raises(NotImplementedError, match="no mosaic_gpu kernel exists"):
+@pytest.mark.parametrize(
+    ("h", "options", "reason"),
+    [
+        (64, {"bias": jnp.zeros((64, 64))}, "no bias yet"),
+        (64, {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}, "no dropout yet"),
+        (64, {"deterministic": True}, "not deterministic yet"),
+        (256, {}, "heads up to 128 yet, not H=256"),
+    ],
+    ids=["bias", "dropout", "deterministic", "wide"],
+)
+def test_refuses_gradients_by_name(h, options, reason):
+    x = jnp.zeros((1, 64, 1, h), jnp.bfloat16)
+    attend = lambda x: pallas_ops.flash_attention(
+        x, x, x, **options, implementation="mosaic_gpu"
+    ).sum()
+    with pytest.raises(NotImplementedError, match=reason):
         jax.eval_shape(jax.grad(attend), x)
+    # A sequence falls through, each operation by itself.
+    attend = lambda x: pallas_ops.flash_attention(
+        x, x, x, **options, implementation=("mosaic_gpu", "xla")
+    ).sum()
+    assert jax.eval_shape(jax.grad(attend), x).shape == x.shape
 
 
 @pytest.mark.parametrize(

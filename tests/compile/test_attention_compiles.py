@@ -31,3 +31,17 @@ def test_producer_asks_for_registers():
     assert kernel.threads == 384 and kernel.setmaxnreg == 2
     if not kernel.setmaxnreg_ignored:
         assert kernel.problems() == []
+
+
+@pytest.mark.parametrize("h", [64, 128])
+def test_backward_compiles(h):
+    def gradients(q, k, v):
+        attend = lambda *xs: pallas_ops.flash_attention(
+            *xs, is_causal=True, implementation="mosaic_gpu"
+        )
+        return jax.grad(lambda *xs: attend(*xs).astype(jnp.float32).sum(), (0, 1, 2))(q, k, v)
+
+    arrays = [jax.ShapeDtypeStruct((2, 4096, n, h), jnp.bfloat16) for n in (16, 4, 4)]
+    kernels = compile_report.report(gradients, arrays, "h200")
+    assert [k.setmaxnreg for k in kernels] == [2, 2]
+    assert all(k.instructions["UTMALDG"] >= 4 for k in kernels if k.instructions)
