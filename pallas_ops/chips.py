@@ -3,6 +3,8 @@
 import re
 from typing import NamedTuple
 
+from pallas_ops import _jax_internals
+
 # Memory, clock and caches are an H200's: XLA's cost model reads them, no kernel here does.
 _TARGET = """
 gpu_device_info {{
@@ -67,3 +69,19 @@ def chip_of(device_kind: str) -> str | None:
     words = set(re.split(r"[\s-]+", device_kind.lower()))
     names = sorted(CHIPS, key=len, reverse=True)
     return next((name for name in names if words.issuperset(name.split("-"))), None)
+
+
+def not_hopper(ctx) -> str | None:
+    """Why a kernel for sm_90 can't run on the card that a `mlir.LoweringRuleContext` lowers for.
+
+    None where it can, or where no card is known.
+    """
+    device = _jax_internals.device(ctx, "cuda")
+    if device is None:
+        return None
+    chip = CHIPS.get(chip_of(device.device_kind) or "")
+    # A device that is only described, to compile for it, does not know its capability.
+    capability = getattr(device, "compute_capability", chip and f"{chip.major}.{chip.minor}")
+    if capability in (None, "9.0"):
+        return None
+    return f"needs sm_90 (Hopper), not {device.device_kind}"

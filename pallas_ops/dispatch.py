@@ -25,7 +25,7 @@ from jax.interpreters import partial_eval as pe
 from jax.sharding import AbstractMesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from pallas_ops import _jax_internals, chips, tuning
+from pallas_ops import _jax_internals, tuning
 from pallas_ops.tuning import Configs, Tunable
 
 logger = logging.getLogger("pallas_ops")
@@ -247,19 +247,6 @@ class Operation:
         sites = by_shape.pop(_shapes(ctx.avals_in), None) or set().union(*by_shape.values())
         for site in sorted(sites):
             log_once(f"{self.name} at {site}: {message}")
-
-
-def not_hopper(ctx: mlir.LoweringRuleContext) -> str | None:
-    """Why a kernel for sm_90 can't run on the card that is lowered for, where one is known."""
-    device = _jax_internals.device(ctx, "cuda")
-    if device is None:
-        return None
-    chip = chips.CHIPS.get(chips.chip_of(device.device_kind) or "")
-    # A device that is only described, to compile for it, does not know its capability.
-    capability = getattr(device, "compute_capability", chip and f"{chip.major}.{chip.minor}")
-    if capability in (None, "9.0"):
-        return None
-    return f"needs sm_90 (Hopper), not {device.device_kind}"
 
 
 def _call_key(names: tuple[str, ...], config, params: dict[str, Any]) -> Hashable:

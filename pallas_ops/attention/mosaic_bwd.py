@@ -155,15 +155,7 @@ class _Backward:
     def _body(self):
         warpgroup = lax.axis_index("warpgroup")
         batch, head, place = self.order.place(lax.axis_index("cta"))
-
-        def read(name: str, other: int):
-            return self.refs[name][batch] if name in self.refs else jnp.int32(other)
-
-        lengths = visibility.Lengths(
-            read("q_offset", 0),
-            read("query_lengths", self.sizes.t),
-            read("kv_lengths", self.sizes.s),
-        )
+        lengths = visibility.Lengths.read(self.refs, batch, self.sizes.t, self.sizes.s)
         column, bq = place * jnp.int32(_KEYS), self.config.block_q
         met = visibility.q_blocks(self.spec, lengths, column, _KEYS, bq, self.blocks)
         if self.segmented:

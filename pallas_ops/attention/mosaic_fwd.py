@@ -170,15 +170,7 @@ class _Forward:
         """Where the index-th tile of this block lies, and which keys it meets."""
         rows, bkv = self.config.rows, self.config.block_kv
         batch, head, i = self.order.place(self._position(index))
-
-        def read(name: str, other: int):
-            return self.refs[name][batch] if name in self.refs else jnp.int32(other)
-
-        lengths = visibility.Lengths(
-            read("q_offset", 0),
-            read("query_lengths", self.sizes.t),
-            read("kv_lengths", self.sizes.s),
-        )
+        lengths = visibility.Lengths.read(self.refs, batch, self.sizes.t, self.sizes.s)
         met = visibility.kv_blocks(self.spec, lengths, i * jnp.int32(rows), rows, bkv, self.blocks)
         if self.segmented:
             met = met.within(*(self.refs["span"][batch, i, e] for e in (0, 1)))

@@ -70,6 +70,11 @@ class Lengths(NamedTuple):
     query: jax.Array
     kv: jax.Array
 
+    @classmethod
+    def read(cls, refs, batch, t: int, s: int) -> "Lengths":
+        names = {"q_offset": 0, "query_lengths": t, "kv_lengths": s}
+        return cls(*(refs[n][batch] if n in refs else jnp.int32(x) for n, x in names.items()))
+
 
 def kv_blocks(spec: Spec, lengths: Lengths, row, rows: int, block: int, count: int) -> Range:
     """The blocks of keys, `count` in all, that the queries [row, row + rows) meet.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 from jax.sharding import PartitionSpec as P
 
-from pallas_ops import dispatch, tuning
+from pallas_ops import chips, dispatch, tuning
 from pallas_ops.attention import chunked, mosaic_config, reference, workload
 from pallas_ops.attention.validate import Operands, Spec
 
@@ -305,7 +305,7 @@ for _operation, _run, _refuse, _tunable in (
         dispatch.Implementation(
             _run,
             refuse=_refuse,
-            refuse_device=dispatch.not_hopper,
+            refuse_device=chips.not_hopper,
             platforms=("cuda",),
             tunable=_tunable,
             automatic=False,
