@@ -71,6 +71,11 @@ def chip_of(device_kind: str) -> str | None:
     return next((name for name in names if words.issuperset(name.split("-"))), None)
 
 
+def processors(device_kind: str | None) -> int:
+    """How many streaming multiprocessors a kind of device has; an H200's, 132, if unknown."""
+    return CHIPS[chip_of(device_kind or "") or "h200"].processors
+
+
 def not_hopper(ctx) -> str | None:
     """Why a kernel for sm_90 can't run on the card that a `mlir.LoweringRuleContext` lowers for.
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import importlib.util
 import os
 import pathlib
@@ -38,6 +39,15 @@ def available() -> str | None:
 def assembler() -> str | None:
     """What assembles this process's Mosaic GPU kernels and how that is known; None before one."""
     return _assembler
+
+
+@functools.cache
+def ignores_setmaxnreg() -> bool:
+    """Whether what assembles Mosaic GPU kernels here leaves each warpgroup the same registers.
+
+    libnvJitLink compiles relocatably, and JAX 0.12 takes it wherever it can be loaded.
+    """
+    return _nvjitlink_loads()
 
 
 def note(log: str, kind: str) -> None:

@@ -5,6 +5,7 @@ with its left operand in registers and TMA that adds. `JaxprInterpreter.interpre
 is known here is done here, every other equation by the original, one at a time.
 """
 
+import collections
 import functools
 import threading
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax._src import callback
 from jax._src import core as jax_core
+from jax._src.pallas import primitives as pallas_primitives
 from jax._src.pallas.mosaic.interpret import utils
 from jax._src.pallas.mosaic_gpu import core as gpu_core
 from jax._src.pallas.mosaic_gpu import primitives
@@ -153,7 +155,22 @@ def _access(memory, key, transforms):
     return key, memory.access(key, transforms)
 
 
+# What the functions of pallas_ops/mosaic_inline.py compute, by name.
+_INLINE = {
+    "hold": lambda x: (),
+    "scale": lambda x, factor: (x * factor[:, None],),
+    "reduce_add": lambda x, scratch, *_: (x.sum(axis=0),),
+    "reduce_max": lambda x, scratch, *_: (x.max(axis=0),),
+}
+
+
+def _inline(self, eqn, token, values):
+    del self
+    return token, _INLINE[eqn.params["mgpu_fn"].__name__](*values)
+
+
 _RULES = {
+    primitives.inline_mgpu_p: _inline,
     primitives.copy_smem_to_gmem_p: _add_to_gmem,
     discharge.run_state_p: _run_state,
     primitives.wgmma_ref_p: _wgmma,
@@ -203,3 +220,56 @@ def install(monkeypatch) -> None:
     monkeypatch.setattr(jaxpr_interpret.JaxprInterpreter, "interpret", _interpret)
     if not hasattr(shared_memory, "BarrierReallocationChecker"):
         monkeypatch.setattr(shared_memory.Barrier, "deallocate", _deallocate_barrier)
+
+
+class Semaphores:
+    """Counts of one kernel's run, and what was waited for.
+
+    Blocks of the grid run one after another: a count that is waited for must have been reached.
+    """
+
+    def __init__(self):
+        self.counts, self.waits = collections.Counter(), []
+        self._lock = threading.Lock()
+
+    def signal(self, token, index):
+        with self._lock:
+            self.counts[int(index)] += 1
+        return token
+
+    def wait(self, token, index, value):
+        with self._lock:
+            self.waits.append(int(value))
+            assert self.counts[int(index)] == int(value), "waits for what comes later"
+        return token
+
+
+def _semaphore(eqn, values):
+    """The one index into the array of semaphores, and the operands after it."""
+    _, transforms, *rest = jax.tree.unflatten(eqn.params["args_tree"], values)
+    (index,) = jax.tree.leaves(transforms)
+    return index, rest
+
+
+def install_semaphores(monkeypatch) -> Semaphores:
+    """Installs semaphores, which the interpreter has none of, for the time of a test."""
+    semaphores = Semaphores()
+
+    def get_global(self, eqn, token, values):
+        del self, eqn, values
+        return token, jnp.int32(0)
+
+    def signal(self, eqn, token, values):
+        del self
+        index, _ = _semaphore(eqn, values)
+        return callback.io_callback(semaphores.signal, _TOKEN, token, index), []
+
+    def wait(self, eqn, token, values):
+        del self
+        index, (value, *_) = _semaphore(eqn, values)
+        return callback.io_callback(semaphores.wait, _TOKEN, token, index, value), []
+
+    monkeypatch.setitem(_RULES, pallas_primitives.get_global_p, get_global)
+    for name, rule in (("semaphore_signal_p", signal), ("semaphore_wait_p", wait)):
+        monkeypatch.setitem(_RULES, getattr(primitives, name), rule)
+    return semaphores

@@ -8,12 +8,13 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from pallas_ops import tuning
+from pallas_ops import chips, toolchain, tuning
 from pallas_ops.attention.validate import Spec
 
 ROWS = 64  # of a warpgroup, by wgmma
 READ_BY_TILE = ("bias", "mask")  # operands that come without TMA, straight into registers
-_SHARED_MEMORY = 223 * 1024  # for tiles: Mosaic and the barriers take some of the 227 KiB
+UNEVEN = {"q_segments", "q_offset", "query_lengths", "kv_lengths"}  # tiles differ in length
+_SHARED_MEMORY = 221 * 1024  # for tiles: Mosaic and the barriers take some of the 227 KiB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,25 +49,35 @@ class Config:
 
     @property
     def registers(self) -> tuple[int, int]:
-        """A consumer's and the producer's, of 65536."""
-        return (160, 32) if self.consumers == 3 else (240, 32)
+        """A consumer's and the producer's: together what the block is launched with, or less.
+
+        That is the same number for each thread, a multiple of 8: one more and setmaxnreg waits for
+        ever.
+        """
+        return (160, 32) if self.consumers == 3 else (240, 24)
 
 
 @dataclasses.dataclass(frozen=True)
 class BackwardConfig:
     """How the work of `flash_attention_bwd` is cut on Hopper.
 
-    A block of the grid takes 128 keys, 64 for each of two consumers, and `block_q` queries a step,
-    of which `stages` steps are in shared memory.
+    A block of the grid takes 128 keys, or 64 where heads are over 128 or values wider, and
+    `block_q` queries a step. `stages` steps of queries and `do_stages` of cotangents are in shared
+    memory. With `producer` a warpgroup of its own issues the loads; without it the first consumer
+    does, one step later, so that a third stage pays: for toolchains that ignore setmaxnreg.
     """
 
     block_q: int = 64
     stages: int = 2
+    do_stages: int = 2
+    producer: bool = True
 
     def __post_init__(self):
         tuning.check_fields(self)
-        if self.block_q not in (64, 128) or self.stages < 2:
-            raise ValueError(f"block_q must be 64 or 128 and stages 2 or more, got {self}")
+        if self.block_q not in (64, 128) or self.stages < 2 or self.do_stages < 1:
+            raise ValueError(
+                f"block_q must be 64 or 128, stages 2 or more, do_stages 1 or more, got {self}"
+            )
 
 
 class Sizes(NamedTuple):
@@ -101,33 +112,70 @@ class Sizes(NamedTuple):
     def shares_output(self, config: Config) -> bool:
         """Whether results take the queries' place, for want of room of their own."""
         whole = self.bytes_of_inputs(config) + 2 * config.rows * self.hvp
-        return self.hvp == self.hp and whole > _SHARED_MEMORY
+        return self.hvp <= self.hp and whole > _SHARED_MEMORY
 
     def shared_memory(self, config: Config) -> int:
         output = 0 if self.shares_output(config) else 2 * config.rows * self.hvp
         return self.bytes_of_inputs(config) + output
 
+    def refuse(self, config: Config) -> str | None:
+        """Why a config does not fit."""
+        if self.shared_memory(config) > _SHARED_MEMORY:
+            return f"{config} needs {self.shared_memory(config)} bytes of shared memory"
+        # Scores and results in float32 and weights in 16 bits, of 64 rows shared by 128 threads;
+        # the rest of what a thread may have goes to addresses, maxima and sums.
+        tiles, most = (
+            self.hvp // 2 + 3 * config.block_kv // 4,
+            128 if config.consumers == 3 else 208,
+        )
+        if tiles > most:
+            return f"{config} needs {tiles} registers a thread for its tiles, of {most}"
+        return None
+
+    @property
+    def by_role(self) -> bool:
+        """Whether the backward's consumers share 64 keys, one for each gradient's registers."""
+        return max(self.hp, self.hvp) > 128 or self.hp < self.hvp
+
     def backward_shared_memory(self, config: BackwardConfig) -> int:
-        """Keys, values; queries, cotangents; gradients of scores, twice; a gradient of queries."""
-        lines = (2 * ROWS + config.stages * config.block_q) * (self.hp + self.hvp)
-        return 2 * lines + 8 * ROWS * config.block_q + 4 * config.block_q * self.hp
+        """Keys, values; queries, cotangents; two tiles of scores; parts of queries' gradient."""
+        keys = ROWS if self.by_role else 2 * ROWS
+        tiles = keys * (self.hp + self.hvp) + 2 * keys * config.block_q
+        tiles += config.block_q * (config.stages * self.hp + config.do_stages * self.hvp)
+        return 2 * tiles + 4 * 2 * ROWS * 64
 
     def refuse_backward(self, config: BackwardConfig) -> str | None:
         """Why a config does not fit."""
         if self.backward_shared_memory(config) > _SHARED_MEMORY:
             return f"{config} needs {self.backward_shared_memory(config)} bytes of shared memory"
-        if self.hp < 128 and config.block_q < 128:
+        if not self.by_role and self.hp < 128 and config.block_q < 128:
             return f"{config} needs heads over 64, not H={self.h}"
+        if self.by_role and config.block_q > 64:
+            return f"{config} does not fit H={self.h} and Hv={self.hv}"
+        if not self.by_role and not config.producer and config.do_stages < 2:
+            return f"{config} needs do_stages of 2 or more"
         return None
 
 
-def heuristic(device_kind: str | None, query, key, value, *rest, fields, **params) -> Config:
-    """Tiles by head dimension; a tile of a bias needs registers, too."""
-    del device_kind, rest, params
+def heuristic(
+    device_kind: str | None, query, key, value, *rest, fields, spec: Spec, **params
+) -> Config:
+    """The widest tiles for which there is room.
+
+    A tile of a bias, and heads of more than 128 columns, take the registers of 64 keys. Tiles of
+    equal length are shared out evenly among blocks that stay; others the card deals out better.
+    """
+    del rest, params
     sizes = Sizes.of(query, key, value)
-    widest = max(sizes.hp, sizes.hvp)
-    block_kv = 64 if "bias" in fields or widest > 128 else 128
-    return Config(block_kv, consumers=3 if widest <= 64 else 2)
+    producer = not toolchain.ignores_setmaxnreg()
+    narrow = max(sizes.hp, sizes.hvp) == 64 and producer and "bias" not in fields
+    consumers = 1 if sizes.t <= ROWS else 3 if narrow else 2
+    uneven = spec.left is not None or spec.right is not None or bool(UNEVEN & set(fields))
+    blocks = 0 if uneven or not producer else chips.processors(device_kind)
+    wide = sizes.hvp > 128 or (sizes.hp > 128 and not producer)
+    widths = (64,) if "bias" in fields or wide else (128, 64)
+    made = [Config(block_kv, consumers, 2, blocks, producer) for block_kv in widths]
+    return next((c for c in made if sizes.refuse(c) is None), made[-1])
 
 
 def candidates(query, key, value, *rest, **params) -> list[Config]:
@@ -141,7 +189,7 @@ def candidates(query, key, value, *rest, **params) -> list[Config]:
         for producer, blocks in ((True, 132), (True, 0), (False, 0))
         if producer or consumers == 2
     ]
-    return [c for c in made if sizes.shared_memory(c) <= _SHARED_MEMORY]
+    return [c for c in made if sizes.refuse(c) is None]
 
 
 def refuse(query, key, value, *rest, config: Config | None, **params) -> str | None:
@@ -159,21 +207,36 @@ def refuse(query, key, value, *rest, config: Config | None, **params) -> str | N
     for name, size in (("H", sizes.h), ("Hv", sizes.hv)):
         if size % 8 or size > 256:
             return f"it takes head dimensions that are multiples of 8 up to 256, not {name}={size}"
-    if config is not None and sizes.shared_memory(config) > _SHARED_MEMORY:
-        return f"{config} needs {sizes.shared_memory(config)} bytes of shared memory"
-    return None
+    return None if config is None else sizes.refuse(config)
 
 
 def backward_heuristic(device_kind, query, key, value, *rest, **params) -> BackwardConfig:
-    """What fits: two consumers share a gradient of queries by 64 rows or 64 columns each."""
+    """The first that fits: two consumers share a gradient of queries by 64 rows or 64 columns each.
+
+    Without a producer two stages of queries would make the next scores wait for their load.
+    """
     del device_kind, rest, params
-    return BackwardConfig(block_q=128 if Sizes.of(query, key, value).hp == 64 else 64)
+    sizes, producer = Sizes.of(query, key, value), not toolchain.ignores_setmaxnreg()
+    made = [
+        BackwardConfig(block_q, stages, do_stages, producer)
+        for stages in ((2,) if producer or sizes.by_role else (3, 2))
+        for block_q in (64, 128)
+        for do_stages in (2, 1)
+    ]
+    return next((c for c in made if sizes.refuse_backward(c) is None), made[0])
 
 
 def backward_candidates(query, key, value, *rest, **params) -> list[BackwardConfig]:
     del rest, params
     sizes = Sizes.of(query, key, value)
-    made = [BackwardConfig(block_q, stages) for block_q in (64, 128) for stages in (2, 3)]
+    made = [
+        BackwardConfig(block_q, stages, do_stages, producer)
+        for block_q in (64, 128)
+        for stages in (2, 3)
+        for do_stages in (1, 2, 3)
+        for producer in (True, False)
+        if do_stages <= stages
+    ]
     return [c for c in made if sizes.refuse_backward(c) is None]
 
 
@@ -181,15 +244,11 @@ def refuse_backward(
     query, key, value, *rest, config: BackwardConfig | None, fields, spec: Spec, **params
 ) -> str | None:
     """Why a call's gradients can't be served."""
-    reason = refuse(query, key, value, *rest, config=None, **params)
+    reason = refuse(query, key, value, *rest, config=None, fields=fields, **params)
     if reason is not None:
         return reason
-    for name, what in (("bias", "a bias"), ("mask", "a mask array"), ("seeds", "dropout")):
-        if name in fields:
-            return f"its gradients take no {what.removeprefix('a ')} yet"
-    if spec.deterministic:
-        return "its gradients are not deterministic yet"
-    sizes = Sizes.of(query, key, value)
-    if max(sizes.hp, sizes.hvp) > 128:
-        return f"its gradients take heads up to 128 yet, not H={sizes.h} and Hv={sizes.hv}"
-    return None if config is None else sizes.refuse_backward(config)
+    if spec.deterministic and params["bias_gradient"] and "bias" in fields:
+        bias = rest[fields[3:].index("bias")].shape
+        if 1 not in bias[2:] and bias[:2] != (query.shape[0], query.shape[2]):
+            return f"a bias of shape {bias} has no deterministic gradient: heads or rows share it"
+    return None if config is None else Sizes.of(query, key, value).refuse_backward(config)

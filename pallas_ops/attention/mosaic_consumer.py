@@ -3,8 +3,10 @@
 Rows of scores are in units of log2: exp2 is one instruction.
 """
 
+import functools
 import itertools
 import math
+import operator
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -13,6 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_ops import mosaic_inline
 from pallas_ops.attention import dropout
 from pallas_ops.attention import mosaic_visibility as visibility
 from pallas_ops.attention.mosaic_config import ROWS
@@ -22,6 +25,9 @@ if TYPE_CHECKING:
     from pallas_ops.attention.mosaic_fwd import _Forward
 
 LOG2E = math.log2(math.e)
+# How far, in units of log2, scores may exceed what counts as the maximum of their row. Weights are
+# at most 2**8 then, of which all that follows has room.
+_SLACK = 8.0
 # Two numbers whose product no sum of weights, each at most 1, times values comes near.
 _MARKS = {jnp.dtype(jnp.bfloat16): (1.0, 2.0**127), jnp.dtype(jnp.float16): (65504.0, 65504.0)}
 
@@ -57,11 +63,18 @@ class Consumer:
         self.kernel, self.refs, self.spec = kernel, kernel.refs, kernel.spec
         self.warpgroup, self.tile, self.steps = warpgroup, tile, steps
         self.repeats = {"k": 1, "v": 1 + guarded}
+        # The careful pass in float16 has no room for it beside the marks.
+        self.slack = 0.0 if guarded and kernel.dtype == jnp.float16 else _SLACK
         self.row = (tile.place * jnp.int32(kernel.config.consumers) + warpgroup) * jnp.int32(ROWS)
         self.shape = (ROWS, kernel.config.block_kv)  # of a tile of scores
         self.acc_shape = (ROWS, kernel.sizes.hvp)
-        self.q_smem = self.refs["q_smem"].at[warpgroup]
         # Scores are in units of log2 once they have left `scores`, or are yet to be scaled by this.
+        # A row's sum of weights is kept as the sums of every eighth column, each in one thread,
+        # until the end, but for where registers are short.
+        config, short = kernel.config, kernel.by_tile or "seeds" in self.refs
+        short |= config.consumers == 3 or kernel.sizes.hvp > 128 or not config.producer
+        self.thread_sums = not (kernel.masked and short)
+        self.total_layout = WGMMA if self.thread_sums else WGMMA.reduce(1)
         plain = self.spec.soft_cap is None and "bias" not in self.refs
         self.unit = self.spec.scale * LOG2E if plain else 1.0
 
@@ -70,8 +83,9 @@ class Consumer:
         return self.refs[name].at[self.kernel.slot(getattr(self.steps, name[0]) + i)]
 
     def multiply_keys(self, scores_ref, k):
-        plgpu.barrier_wait(self.at("k_full", k))
-        plgpu.wgmma(scores_ref, self.q_smem, self.at("k_smem", k).transpose((1, 0)))
+        for (first, width), name in zip(self.kernel.q_parts, ("q_smem", "q_rest_smem")):
+            keys = self.at("k_smem", k).at[:, pl.ds(first, width)]
+            plgpu.wgmma(scores_ref, self.refs[name].at[self.warpgroup], keys.transpose((1, 0)))
 
     def scores(self, raw, k):
         """Raw products of the k-th block with bias, soft cap and masks; -inf where masked."""
@@ -139,12 +153,27 @@ class Consumer:
             case _:
                 return load(rows, columns, layout=WGMMA)
 
+    def no_weight(self) -> jax.Array:
+        if self.thread_sums:
+            return plgpu.layout_cast(jnp.zeros((ROWS, 8), jnp.float32), WGMMA)
+        return row_vector(0.0)
+
     def softmax(self, scores, top, total):
-        """Weights, new maximum and sum of the rows, and the factor for what was summed before."""
-        new_top = jnp.maximum(top, scores.max(axis=1) * self.unit)
+        """Weights, new maximum and sum of the rows, and the factor for what was summed before.
+
+        The maximum is one only nearly: any number near it does, and one that stays needs no
+        rescaling.
+        """
+        block_top = scores.max(axis=1) * self.unit
+        new_top = jnp.where(block_top > top + self.slack, block_top, top)
         safe = jnp.where(new_top == -jnp.inf, 0.0, new_top) if self.kernel.masked else new_top
         rescale = jnp.exp2(top - safe)
         weights = jnp.exp2(scores * self.unit - columns_of(safe, scores.shape))
+        if self.thread_sums:
+            sums = functools.reduce(
+                operator.add, [weights[:, i : i + 8] for i in range(0, self.shape[1], 8)]
+            )
+            return weights, new_top, total * columns_of(rescale, (ROWS, 8)) + sums, rescale
         return weights, new_top, total * rescale + weights.sum(axis=1), rescale
 
     def dropped(self, weights, k):
@@ -169,6 +198,7 @@ class Consumer:
         """Scores of a block with nothing else in flight."""
 
         def product(scores_ref):
+            plgpu.barrier_wait(self.at("k_full", k))
             self.multiply_keys(scores_ref, k)
             return scores_ref[...]
 
@@ -215,7 +245,7 @@ class Consumer:
         stages = jnp.int32(self.kernel.config.stages)
         plgpu.barrier_wait(self.refs["q_full"].at[self.warpgroup])
         weights, top, total, _ = self.softmax(
-            self.start(jnp.int32(0)), row_vector(-jnp.inf), row_vector(0.0)
+            self.start(jnp.int32(0)), row_vector(-jnp.inf), self.no_weight()
         )
         weights = self.dropped(weights, jnp.int32(0))
         acc = plgpu.layout_cast(jnp.zeros(self.acc_shape, jnp.float32), WGMMA)
@@ -227,6 +257,7 @@ class Consumer:
 
             def products(scores_ref, acc_ref):
                 acc_ref[...] = acc
+                plgpu.barrier_wait(self.at("k_full", k))
                 self.multiply_keys(scores_ref, k)
                 plgpu.barrier_wait(self.at("v_full", k - 1))
                 plgpu.wgmma(acc_ref, weights, self.at("v_smem", k - 1))
@@ -236,9 +267,11 @@ class Consumer:
                 plgpu.barrier_arrive(self.at("k_empty", k))
                 new_weights, *new, rescale = self.softmax(self.scores(scores, k), top, total)
                 new_weights = self.dropped(new_weights, k)
+                # ptxas would wait for the product with values before the exponentials.
+                mosaic_inline.hold_back(new[1], self.total_layout)
                 new_acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
                 plgpu.barrier_arrive(self.at("v_empty", k - 1))
-                return new_acc * columns_of(rescale, self.acc_shape), *new, new_weights
+                return mosaic_inline.scale_rows(new_acc, rescale), *new, new_weights
 
             acc_type = plgpu.ACC(self.acc_shape, jnp.float32)
             return pl.run_scoped(products, plgpu.ACC(self.shape, jnp.float32), acc_type)
@@ -279,7 +312,7 @@ class Consumer:
             )
             return jnp.where(acc > weight * huge / 2, jnp.nan, acc), top, total
 
-        carry = acc, row_vector(-jnp.inf), row_vector(0.0)
+        carry = acc, row_vector(-jnp.inf), self.no_weight()
         sums = lax.fori_loop(jnp.int32(0), self.tile.met.blocks, one_block, carry)
         self.release_queries(early=True)
         return sums
@@ -315,6 +348,7 @@ class Consumer:
 
     def finish(self, acc, top, total) -> jax.Array:
         """Stores output and lse; returns the output [64, hvp], float32."""
+        total = total.sum(axis=1) if self.thread_sums else total
         if "query_lengths" in self.refs:
             rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=WGMMA.reduce(1))
             outside = rows >= self.tile.lengths.query - self.row
@@ -333,18 +367,14 @@ class Consumer:
         out = acc * columns_of(inverse, acc.shape)
         if self.kernel.masked or "query_lengths" in self.refs:  # whatever its products with 0 are
             out = jnp.where(columns_of(empty, acc.shape), 0.0, out)
-        o_smem = (
-            self.q_smem if self.kernel.shares_output else self.refs["o_smem"].at[self.warpgroup]
-        )
-        lse_smem = self.refs["lse_smem"].at[self.warpgroup]
+        o_smem = self.refs["o_smem"].at[self.warpgroup]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         o_smem[...] = out.astype(self.kernel.dtype)
-        lse_smem[...] = lse
         plgpu.commit_smem()
         batch, head, rows = self.tile.batch, self.tile.head, pl.ds(self.row, ROWS)
         target = self.refs["out"].at[batch, rows, head]
         plgpu.copy_smem_to_gmem(o_smem, target)
-        plgpu.copy_smem_to_gmem(lse_smem, self.refs["lse"].at[batch, head, rows])
+        self.refs["lse"].at[batch, head, rows][...] = lse
         if self.kernel.shares_output:
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         self.release_queries(early=False)

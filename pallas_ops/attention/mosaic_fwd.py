@@ -14,6 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_ops import mosaic_inline
 from pallas_ops.attention import mosaic_visibility as visibility
 from pallas_ops.attention.mosaic_config import READ_BY_TILE, ROWS, Config, Sizes
 from pallas_ops.attention.mosaic_consumer import Consumer, Steps, Tile, row_vector
@@ -83,6 +84,9 @@ class _Forward:
         self.bounded = "kv_lengths" in self.inputs or sizes.s % config.block_kv != 0
         self.masked = banded or self.bounded or self.segmented or self.by_tile
         self.shares_output = sizes.shares_output(config)
+        # First column and width: what results take the place of is as wide as they are.
+        width = sizes.hvp if self.shares_output else sizes.hp
+        self.q_parts = [(0, width)] + ([(width, sizes.hp - width)] if width < sizes.hp else [])
         self.refs: dict[str, Any] = {}
 
     def __call__(self) -> tuple[jax.Array, jax.Array]:
@@ -93,6 +97,8 @@ class _Forward:
 
         def body(*refs):
             self.refs = dict(zip((*self.inputs, "out", "lse", *scratch), refs, strict=True))
+            if self.shares_output:
+                self.refs["o_smem"] = self.refs["q_smem"]
             self._body()
 
         run = plgpu.kernel(
@@ -114,11 +120,10 @@ class _Forward:
         sizes, (consumers, stages) = self.sizes, (self.config.consumers, self.config.stages)
         tile = lambda *shape: plgpu.SMEM(shape, self.dtype, transforms=_SWIZZLE)
         scratch = dict(
-            q_smem=tile(consumers, ROWS, sizes.hp),
+            q_smem=tile(consumers, ROWS, self.q_parts[0][1]),
             k_smem=tile(stages, self.config.block_kv, sizes.hp),
             v_smem=tile(stages, self.config.block_kv, sizes.hvp),
-            lse_smem=plgpu.SMEM((consumers, ROWS), jnp.float32),
-            q_full=plgpu.Barrier(num_barriers=consumers),
+            q_full=plgpu.Barrier(num_arrivals=len(self.q_parts), num_barriers=consumers),
             q_empty=plgpu.Barrier(num_barriers=consumers),
             k_full=plgpu.Barrier(num_barriers=stages),
             k_empty=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
@@ -127,8 +132,11 @@ class _Forward:
         )
         if not self.shares_output:
             scratch["o_smem"] = tile(consumers, ROWS, sizes.hvp)
+        for _, width in self.q_parts[1:]:
+            scratch["q_rest_smem"] = tile(consumers, ROWS, width)
         if self.masked:
             scratch["nan_smem"] = plgpu.SMEM((consumers,), jnp.float32)
+            scratch["reduction_smem"] = plgpu.SMEM((consumers, 128), jnp.float32)
             scratch["together"] = plgpu.Barrier(num_arrivals=consumers)
             scratch["done"] = plgpu.Barrier(num_arrivals=consumers)
         return scratch
@@ -201,8 +209,9 @@ class _Forward:
         rows = pl.ds(
             (tile.place * jnp.int32(self.config.consumers) + jnp.int32(w)) * jnp.int32(ROWS), ROWS
         )
-        source = self.refs["query"].at[tile.batch, rows, tile.head]
-        plgpu.copy_gmem_to_smem(source, self.refs["q_smem"].at[w], self.refs["q_full"].at[w])
+        for (first, width), name in zip(self.q_parts, ("q_smem", "q_rest_smem")):
+            source = self.refs["query"].at[tile.batch, rows, tile.head, pl.ds(first, width)]
+            plgpu.copy_gmem_to_smem(source, self.refs[name].at[w], self.refs["q_full"].at[w])
 
     def load(self, which: str, tile: Tile, i, steps: Steps, repeats: int = 1):
         """Keys ("k") or values ("v") of the tile's i-th load; blocks come from the last on."""
@@ -257,7 +266,8 @@ class _Forward:
         carry = (start, row_vector(0.0))
         step, nan = lax.fori_loop(jnp.int32(0), self._count(), one_tile, carry)
         if self.masked and not guarded:
-            self.refs["nan_smem"][warpgroup] = jnp.max(nan)
+            scratch = self.refs["reduction_smem"].at[warpgroup]
+            self.refs["nan_smem"][warpgroup] = mosaic_inline.reduce_rows("max", nan, scratch)
             plgpu.commit_smem()
             plgpu.barrier_arrive(self.refs["done"])
         return step

@@ -7,7 +7,8 @@ import pytest
 
 import pallas_ops
 from pallas_ops import testing
-from pallas_ops.attention.mosaic_config import Config, candidates, heuristic
+from pallas_ops.attention.mosaic_config import BackwardConfig, Config, candidates, heuristic
+from pallas_ops.attention.validate import Spec
 from tests import interpreter
 from tests.attention import cases
 
@@ -21,6 +22,8 @@ CASES = {
     "heads_of_256": (SMALL, {"H": 256, "Hv": 256, "is_causal": True}),
     "heads_of_64_and_192": (Config(64, stages=3), {"Hv": 192, "T": 64, "is_causal": True}),
     "three_consumers": (Config(128, consumers=3, blocks=1), {"T": 250, "is_causal": True}),
+    "blocks_of_192": (Config(192, blocks=1), {"S": 250, "T": 64}),
+    "latent": (Config(128, blocks=2), {"H": 192, "Hv": 128, "T": 250, "is_causal": True}),
     "one_consumer": (Config(128, consumers=1, blocks=2), {"scale": 2.0}),
     "one_query": (SMALL, {"T": 1, "B": 3, "key_value_seq_lengths": [200, 1, 77]}),
     "one_block_a_tile": (Config(64, blocks=0), {"B": 2, "is_causal": True, "q_offset": [3, 70]}),
@@ -86,26 +89,55 @@ def assert_right(inputs, out, lse):
     cases.assert_near(lse, expected["lse"], 1e-5, "lse")
 
 
-# What the backward takes: no bias, mask, dropout, or heads over 128.
-GRADIENTS = (
-    "plain",
-    "heads_of_72_and_40",
-    "groups",
-    "past_the_end",
-    "window",
-    "window_right_open",
-    "lengths",
-    "segments",
-    "segments_shuffled",
-    "soft_cap_and_sinks",
-)
+DROPPED = {"dropout_rate": 0.3, "T": 70}
+
+# Cases of the forward that say something about the backward, and cases of the backward alone.
+BACKWARD_CASES = {
+    name: CASES[name]
+    for name in (
+        "plain",
+        "heads_of_72_and_40",
+        "heads_of_256",
+        "heads_of_64_and_192",
+        "groups",
+        "past_the_end",
+        "window",
+        "window_right_open",
+        "lengths",
+        "segments",
+        "segments_shuffled",
+        "soft_cap_and_sinks",
+        "mask_and_bias",
+        "mask_of_keys",
+        "mask_of_rows",
+        "bias_of_keys",
+        "dropout",
+        "everything",
+    )
+} | {
+    "wide_groups": (SMALL, {"H": 192, "Hv": 128, "N": 4, "K": 2, "T": 70, "segments": 2}),
+    "wide_soft_cap": (SMALL, {"H": 136, "bias": "NT1", "logits_soft_cap": 1.5, "T": 70}),
+    "wide_dropout": (SMALL, {"H": 256, "Hv": 72, "bias": "TS", "N": 1} | DROPPED),
+    "no_producer_backward": (
+        BackwardConfig(producer=False),
+        {"H": 128, "N": 4, "K": 2, "is_causal": True, "q_offset": [70]},
+    ),
+    "wide_no_producer": (
+        BackwardConfig(64, stages=2, do_stages=1, producer=False),
+        {"H": 256, "Hv": 256, "N": 2, "K": 1, "T": 190, "S": 70},
+    ),
+    "three_stages": (BackwardConfig(64, stages=3), {"H": 72, "T": 250, "segments": 3}),
+    "bias_of_all": (SMALL, {"B": 2, "bias": "BNTS", "S": 70, "H": 128}),
+    "bias_of_nothing": (SMALL, {"B": 2, "bias": "", "S": 70}),
+}
 
 
-def gradients(inputs, implementation, config=None):
+def gradients(inputs, implementation, config=None, **more):
     """Of all floats, by the public call."""
     floats = {n: jnp.asarray(x, jnp.bfloat16) for n, x in inputs.floats.items()}
-    arrays = {n: jnp.asarray(x) for n, x in inputs.arrays.items()}
+    arrays = {n: x if n == "dropout_key" else jnp.asarray(x) for n, x in inputs.arrays.items()}
     options = {"implementation": implementation, "config": config, "return_residual": True}
+    options |= more
 
     def attend(floats):
         return pallas_ops.flash_attention(**floats, **arrays, **inputs.statics, **options)
@@ -115,9 +147,9 @@ def gradients(inputs, implementation, config=None):
     return {n: np.asarray(x, np.float64) for n, x in found.items()}
 
 
-@pytest.mark.parametrize("name", GRADIENTS)
+@pytest.mark.parametrize("name", BACKWARD_CASES)
 def test_gradients(name):
-    config, case = CASES[name]
+    config, case = BACKWARD_CASES[name]
     inputs = cases.inputs(name, SIZES | case, jnp.bfloat16)
     expected = cases.truth(inputs)
     found = gradients(inputs, "mosaic_gpu", config)
@@ -127,9 +159,19 @@ def test_gradients(name):
         assert error <= 2 * allowed + 1e-3, operand
 
 
-def test_gradients_of_what_is_masked():
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"is_causal": True, "q_offset": [-20]},
+        {"mask": "1NTS", "density": 0.1},
+        {"bias": "1N1S", "bias_inf": 0.9},
+    ],
+    ids=["causal", "mask", "bias"],
+)
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+def test_gradients_of_what_is_masked(case):
     """NaN where some pairs see it: the same entries are NaN as in `xla`, and the rest is right."""
-    inputs = cases.inputs("poisoned", SIZES | {"is_causal": True, "q_offset": [-20]}, jnp.bfloat16)
+    inputs = cases.inputs("poisoned", SIZES | case, jnp.bfloat16)
     for name in ("query", "key", "value"):
         inputs.floats[name][:, 100, :, 3] = np.nan
     found = gradients(inputs, "mosaic_gpu", SMALL)
@@ -138,6 +180,28 @@ def test_gradients_of_what_is_masked():
         assert 0 < np.isnan(x).sum() < x.size
         np.testing.assert_array_equal(np.isnan(x), np.isnan(expected[operand]))
         np.testing.assert_allclose(x, expected[operand], rtol=0, atol=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.parametrize("head", [64, 136])
+@pytest.mark.parametrize("sinks", [False, True])
+def test_gradients_beside_what_is_not_finite(head, sinks):
+    """NaN and Inf in rows that see nothing, and in keys that none sees, change no bit."""
+    case = {"is_causal": True, "q_offset": [-20], "H": head, "Hv": head, "sinks": sinks}
+    case |= {"query_seq_lengths": [100], "key_value_seq_lengths": [70], "S": 190}
+    inputs = cases.inputs("beside", SIZES | case, jnp.bfloat16)
+    clean = gradients(inputs, "mosaic_gpu", SMALL)
+    dout = inputs.dout.copy()
+    for poisoned in (inputs.floats["query"], dout):
+        poisoned[:, 5, :, 3] = np.nan
+        poisoned[:, 18, :, 2] = np.inf
+        poisoned[:, 100:] = np.nan
+    for name in ("key", "value"):
+        inputs.floats[name][:, 70:] = np.inf
+    found = gradients(inputs.replace(dout=dout), "mosaic_gpu", SMALL)
+    for operand, x in found.items():
+        if operand != "sinks" or not sinks:  # the sink of row 5 takes what its cotangent brings
+            np.testing.assert_array_equal(x, clean[operand], operand)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -189,7 +253,8 @@ def test_what_is_masked_reaches_nothing(config, case):
 def test_configs_fit():
     for h, hv in ((8, 8), (64, 64), (72, 128), (128, 128), (192, 128), (256, 256)):
         call = [jax.ShapeDtypeStruct((1, 512, 2, size), jnp.bfloat16) for size in (h, h, hv)]
-        chosen = heuristic("NVIDIA H200", *call, fields=("query", "key", "value"))
+        spec = Spec(1.0, None, None, None, 0.0, None, False, "context")
+        chosen = heuristic("NVIDIA H200", *call, fields=("query", "key", "value"), spec=spec)
         for config in (chosen, *candidates(*call)):
             attend = lambda *call, config=config: pallas_ops.flash_attention(
                 *call, implementation="mosaic_gpu", config=config
@@ -213,28 +278,33 @@ def test_refuses_by_name(dtype, h, options, reason):
         pallas_ops.flash_attention(x, x, x, implementation="mosaic_gpu", **options)
 
 
-@pytest.mark.parametrize(
-    ("h", "options", "reason"),
-    [
-        (64, {"bias": jnp.zeros((64, 64))}, "no bias yet"),
-        (64, {"dropout_rate": 0.1, "dropout_key": jax.random.key(0)}, "no dropout yet"),
-        (64, {"deterministic": True}, "not deterministic yet"),
-        (256, {}, "heads up to 128 yet, not H=256"),
-    ],
-    ids=["bias", "dropout", "deterministic", "wide"],
-)
-def test_refuses_gradients_by_name(h, options, reason):
-    x = jnp.zeros((1, 64, 1, h), jnp.bfloat16)
-    attend = lambda x: pallas_ops.flash_attention(
-        x, x, x, **options, implementation="mosaic_gpu"
-    ).sum()
-    with pytest.raises(NotImplementedError, match=reason):
-        jax.eval_shape(jax.grad(attend), x)
+def test_refuses_gradients_by_name():
+    x = jnp.zeros((1, 64, 2, 64), jnp.bfloat16)
+
+    def attend(bias, implementation):
+        options = {"deterministic": True, "implementation": implementation}
+        return pallas_ops.flash_attention(x, x, x, bias, **options).sum()
+
+    bias = jnp.zeros((64, 64))
+    with pytest.raises(NotImplementedError, match="no deterministic gradient: heads or rows share"):
+        jax.eval_shape(jax.grad(lambda b: attend(b, "mosaic_gpu")), bias)
     # A sequence falls through, each operation by itself.
-    attend = lambda x: pallas_ops.flash_attention(
-        x, x, x, **options, implementation=("mosaic_gpu", "xla")
-    ).sum()
-    assert jax.eval_shape(jax.grad(attend), x).shape == x.shape
+    fallen = jax.eval_shape(jax.grad(lambda b: attend(b, ("mosaic_gpu", "xla"))), bias)
+    assert fallen.shape == bias.shape
+
+
+@pytest.mark.parametrize(
+    "name", ["past_the_end", "segments_shuffled", "wide_groups", "bias_of_keys"]
+)
+def test_additions_keep_their_order(name, monkeypatch):
+    """Each waits for those of tiles that the grid has started before, and for none else."""
+    ran = interpreter.install_semaphores(monkeypatch)
+    config, case = BACKWARD_CASES[name]
+    inputs = cases.inputs(name, SIZES | {"S": 300} | case, jnp.bfloat16)
+    found = gradients(inputs, "mosaic_gpu", config, deterministic=True)
+    assert max(ran.waits) > 0
+    for operand, x in gradients(inputs, "mosaic_gpu", config).items():
+        np.testing.assert_array_equal(found[operand], x, operand)
 
 
 @pytest.mark.parametrize(

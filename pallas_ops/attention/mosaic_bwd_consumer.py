@@ -1,0 +1,366 @@
+"""A consumer warpgroup of flash attention's backward on Hopper: scores, what is masked, results.
+
+Tiles of scores are transposed, [keys, queries], and in units of log2.
+"""
+
+import functools
+import itertools
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_ops import mosaic_inline
+from pallas_ops.attention import dropout
+from pallas_ops.attention import mosaic_visibility as visibility
+from pallas_ops.attention.mosaic_config import ROWS
+from pallas_ops.attention.mosaic_consumer import LOG2E
+from pallas_ops.attention.mosaic_visibility import WGMMA, columns_of, rows_of
+
+if TYPE_CHECKING:
+    from pallas_ops.attention.mosaic_bwd import _Backward
+
+# Columns of a part of the gradient of queries that one TMA copy adds.
+PART = 64
+
+
+class Tile(NamedTuple):
+    batch: jax.Array
+    head: jax.Array  # of keys and values
+    place: jax.Array  # among the tiles of a head
+    lengths: visibility.Lengths
+    met: visibility.Range  # blocks of queries
+
+
+class Step(NamedTuple):
+    """One block of queries of one query head."""
+
+    head: jax.Array
+    block: jax.Array
+    row: jax.Array  # its first query
+    number: jax.Array  # steps before this one
+    partial: jax.Array  # whether anything in it may be masked
+
+    def before(self, met: visibility.Range) -> tuple[jax.Array, jax.Array]:
+        """Head and block of the step before."""
+        first = self.block == met.first
+        block = jnp.where(first, met.end, self.block) - jnp.int32(1)
+        return jnp.where(first, self.head - jnp.int32(1), self.head), block
+
+
+class Consumer:
+    """What consumers have in common: 64 keys, the scores of a step, adding to gradients."""
+
+    def __init__(self, kernel: "_Backward", warpgroup, tile: Tile, part):
+        self.kernel, self.refs, self.spec = kernel, kernel.refs, kernel.spec
+        self.warpgroup, self.tile, self.part = warpgroup, tile, part
+        self.shape = (ROWS, kernel.config.block_q)
+        self.turn: Step | None = None  # that was waited for last
+        self.column = tile.place * jnp.int32(kernel.keys) + part * jnp.int32(ROWS)
+        self.k_smem, self.v_smem = (kernel.refs[name].at[part] for name in ("k_smem", "v_smem"))
+
+    # Scores and their gradients.
+
+    def weights(self, scores, step: Step) -> tuple[jax.Array, jax.Array]:
+        """Weights of raw products [64, bq], as the left operand for values, and `slopes`.
+
+        Both are 0 where masked. Slopes are weights times the soft cap's derivative, before dropout
+        and in float32; they are negative where a weight is dropped.
+        """
+        spec, seen, slope = self.spec, [], None
+        unit = spec.scale
+        if "bias" in self.refs:
+            bias = self.read_tile("bias", step).astype(jnp.float32)
+            seen.append(bias != -jnp.inf)
+            scores, unit = scores * unit + bias, 1.0
+        if spec.soft_cap is not None:
+            scores = jnp.tanh(scores * (unit / spec.soft_cap))
+            slope, unit = 1.0 - scores * scores, spec.soft_cap
+        scores = scores * (unit * LOG2E) - rows_of(self.row_vector("lse_smem", step), self.shape)
+        weights = slopes = jnp.exp2(self.masked(scores, seen, step))
+        if slope is not None:
+            slopes = slopes * slope
+            if "bias" in self.refs:  # which may be NaN where masked
+                slopes = jnp.where(weights == 0.0, 0.0, slopes)
+        if "seeds" in self.refs:
+            kept = self.kept(step)
+            weights = jnp.where(kept, weights, 0.0)
+            slopes = jnp.where(kept, slopes, -slopes)
+        return self.operand(weights), slopes
+
+    def row_vector(self, name: str, step: Step) -> jax.Array:
+        """What of lse or delta belongs to the step's queries, [bq]."""
+        return plgpu.load(self.at(name, step), layout=WGMMA.reduce(0))
+
+    def at(self, name: str, step: Step):
+        """The slot of a buffer or barrier that holds the step."""
+        slot = self.kernel.slot(name, step.number)
+        return self.refs[name].at[slot]
+
+    def fixed(self, name: str, part):
+        """Keys, values or ds, by an index that the compiler takes to change.
+
+        It would keep the addresses of all their tiles across steps, more than there are registers.
+        """
+        return self.refs[name].at[lax.optimization_barrier(jnp.int32(part))]
+
+    def masked(self, scores, seen, step: Step) -> jax.Array:
+        """-inf for what is not visible."""
+        kernel, tile = self.kernel, self.tile
+        if not kernel.masked:
+            return scores
+        if "mask" in self.refs:
+            seen = [*seen, self.read_tile("mask", step).astype(jnp.int32) != 0]
+
+        def mask(scores):
+            parts = seen + visibility.visible(
+                self.spec,
+                tile.lengths,
+                step.row,
+                self.column,
+                self.shape,
+                bounded=kernel.bounded,
+                transposed=True,
+            )
+            if kernel.segmented:
+                parts.append(self.same_segment(step))
+            if "query_lengths" in self.refs:
+                rows = plgpu.broadcasted_iota(jnp.int32, self.shape, 1, layout=WGMMA) + step.row
+                parts.append(rows < tile.lengths.query)
+            return jnp.where(visibility.conjunction(parts), scores, -jnp.inf) if parts else scores
+
+        if kernel.by_tile:
+            return mask(scores)
+        return lax.cond(step.partial, mask, lambda scores: scores, scores)
+
+    def same_segment(self, step: Step) -> jax.Array:
+        load = lambda name, start, size, axis: plgpu.load(
+            self.refs[name].at[self.tile.batch, pl.ds(start, size)],
+            layout=WGMMA.reduce(axis),
+            optimized=False,
+        )
+        kv_ids = load("kv_segments", self.column, ROWS, 1)
+        q_ids = load("q_segments", step.row, self.shape[1], 0)
+        return columns_of(kv_ids, self.shape) == rows_of(q_ids, self.shape)
+
+    def read_tile(self, name: str, step: Step) -> jax.Array:
+        """The tile [64, bq] of an array [1|B, 1|N, 1|T, 1|S], or [1|B, 1|N, S, T]."""
+        ref, shape = self.refs[name], self.shape
+        batch, head = (
+            0 if size == 1 else i for size, i in zip(ref.shape, (self.tile.batch, step.head))
+        )
+        ref = ref.at[batch, head]
+        rows, columns = pl.ds(step.row, shape[1]), pl.ds(self.column, ROWS)
+        load = lambda ref, layout: plgpu.load(ref, layout=layout, optimized=False)
+        match self.refs[name].shape[2:]:
+            case (1, 1):
+                return jnp.full(shape, ref[0, 0])
+            case (1, _):
+                return columns_of(load(ref.at[0, columns], WGMMA.reduce(1)), shape)
+            case (_, 1):
+                return rows_of(load(ref.at[rows, 0], WGMMA.reduce(0)), shape)
+            case _:
+                return load(ref.at[columns, rows], WGMMA)
+
+    def kept(self, step: Step) -> jax.Array:
+        """Which weights dropout keeps."""
+        iota = lambda size, axis: plgpu.broadcasted_iota(
+            jnp.int32, (size,), 0, layout=WGMMA.reduce(axis)
+        )
+        seed = self.refs["seeds"][self.tile.batch, step.head]
+        queries = dropout.row_hash(seed, iota(self.shape[1], 0) + step.row)
+        keys = dropout.column_hash(iota(ROWS, 1) + self.column)
+        return dropout.keep(
+            rows_of(queries, self.shape), columns_of(keys, self.shape), self.spec.dropout_rate
+        )
+
+    def operand(self, x) -> jax.Array:
+        """x as a product's left operand."""
+        x = x.astype(self.kernel.dtype)
+        return lax.optimization_barrier(x) if "seeds" in self.refs else x
+
+    def score_gradient(self, slopes, dweights, tainted, step: Step) -> jax.Array:
+        """Of scores after scale and bias [64, bq]."""
+        if "seeds" in self.refs:
+            dweights = jnp.where(slopes < 0.0, 0.0, dweights * self.kernel.kept_scale)
+            slopes = jnp.abs(slopes)
+        ds = dweights - rows_of(self.row_vector("delta_smem", step), self.shape)
+        if self.kernel.masked:
+            # Before the product, which takes the registers of `slopes`.
+            select = lambda ds: jnp.where(slopes == 0.0, 0.0, ds)
+            ds = select(ds) if self.kernel.by_tile else lax.cond(tainted, select, lambda x: x, ds)
+        return slopes * ds
+
+    # What is not finite.
+
+    def make_finite(self, *refs):
+        """Keys or values: a row that sees one that is not has a NaN for lse or delta already."""
+        if self.kernel.masked:
+            for ref in refs:
+                self._make_finite(ref)
+            plgpu.commit_smem()
+            self.kernel.together()
+
+    def keep_from_masked(self, step: Step) -> jax.Array:
+        """Puts 0 for what is not finite of queries and cotangents: 0 times NaN is NaN.
+
+        A row of them that some key sees has a NaN for lse or delta. Where all is visible, or no row
+        is suspect, nothing need be done. True if it was.
+        """
+
+        def check():
+            suspect = self.refs["suspects"][self.tile.batch, step.head, step.block] > 0
+
+            @pl.when(suspect)
+            def _():
+                self.kernel.together()  # both are done with what is read before
+
+                @pl.when(self.warpgroup == 0)
+                def _():
+                    for name in ("q_smem", "do_smem"):
+                        self._make_finite(self.at(name, step))
+                    plgpu.commit_smem()
+
+                self.kernel.together()
+
+            return suspect
+
+        return lax.cond(step.partial, check, lambda: jnp.bool_(False))
+
+    def _make_finite(self, ref):
+        # By squares, so that few registers are taken at a time.
+        for row, column in itertools.product(*(range(0, size, 64) for size in ref.shape)):
+            part = ref.at[pl.ds(row, 64), pl.ds(column, 64)]
+            x = plgpu.load(part, layout=WGMMA).astype(jnp.float32)
+            part[...] = jnp.where(jnp.abs(x) < jnp.inf, x, 0.0).astype(part.dtype)
+
+    # Results.
+
+    def await_turn(self, step: Step):
+        """Where order matters, waits until tiles before this one have added to the step's block.
+
+        Tiles of lower numbers come first: those are under way when this one starts.
+        """
+        if self.spec.deterministic and self.turn is not step:
+            self.turn = step
+            plgpu.wait_smem_to_gmem(0)
+            pl.when(step.number > 0)(lambda: self._pass_turn(step.before(self.tile.met)))
+            turn = self.refs["turns"][self.tile.batch, self.tile.place, step.block]
+            done = self._done(step.head, step.block)
+            plgpu.semaphore_wait(done, turn, decrement=False, memory_scope="gpu")
+
+    def finish_turns(self):
+        """Waits for all that was added or stored."""
+        plgpu.wait_smem_to_gmem(0)
+        if self.spec.deterministic:
+            met, group = self.tile.met, jnp.int32(self.kernel.sizes.group)
+            last = self.tile.head * group + group - jnp.int32(1), met.end - jnp.int32(1)
+            pl.when(met.blocks > 0)(lambda: self._pass_turn(last))
+
+    def _pass_turn(self, at):
+        plgpu.semaphore_signal(self._done(*at), memory_scope="gpu")
+
+    def _done(self, head, block):
+        """The count of this consumer's additions to a block of queries."""
+        sizes, blocks = self.kernel.sizes, self.kernel.blocks
+        index = (self.tile.batch * jnp.int32(sizes.n) + head) * jnp.int32(blocks) + block
+        return self.refs["done"].at[index * jnp.int32(2) + self.warpgroup]
+
+    def add(self, x, staging, target):
+        """Adds x to global memory, by way of `staging`."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        staging[...] = x
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(staging, target, reduction_op="add")
+
+    def add_query_gradient(self, dq, step: Step, first_row, first_column):
+        """Adds dq [64, columns] at a place in the step's block."""
+        rows, refs = pl.ds(step.row + first_row, ROWS), self.refs
+        self.await_turn(step)
+        for part in range(0, dq.shape[1], PART):
+            columns = pl.ds(first_column + jnp.int32(part), PART)
+            target = refs["dq"].at[self.tile.batch, rows, step.head, columns]
+            self.add(_columns(dq, part), refs["dq_smem"].at[self.warpgroup], target)
+
+    def add_bias_gradient(self, ds, step: Step):
+        """Adds ds [64, bq], summed over what bias broadcasts of rows or columns."""
+        refs, (_, bq) = self.refs, self.shape
+        if "dbias" not in refs:
+            return
+        self.await_turn(step)
+        keys, batch, head = pl.ds(self.column, ROWS), self.tile.batch, step.head
+        match self.kernel.dbias_of:
+            case "pairs":  # [1|B, 1|N, S, T]
+                own = lambda i, size: 0 if size == 1 else i
+                at = own(batch, refs["dbias"].shape[0]), own(head, refs["dbias"].shape[1])
+                for part in range(0, bq, PART):
+                    queries = pl.ds(step.row + jnp.int32(part), PART)
+                    target = refs["dbias"].at[(*at, keys, queries)]
+                    self.add(_columns(ds, part), refs["dq_smem"].at[self.warpgroup], target)
+            case "keys":  # [B, N, S]
+                staging = refs["vector_smem"].at[self.warpgroup]
+                self.add(ds.sum(axis=1), staging, refs["dbias"].at[batch, head, keys])
+            case "queries":  # [parts, B, N, T]
+                staging = refs["vector_smem"].at[self.warpgroup]
+                at = self.part, batch, head, pl.ds(step.row, bq)
+                sums = mosaic_inline.reduce_rows(
+                    "add", ds, refs["reduction_smem"].at[self.warpgroup]
+                )
+                self.add(sums, staging, refs["dbias"].at[at])
+
+    def store_nothing(self):
+        """Zeros, where no query meets these keys."""
+        for smem, name in ((self.k_smem, "dk"), (self.v_smem, "dv")):
+            self.store(jnp.zeros(smem.shape, jnp.float32), smem, name)
+        plgpu.wait_smem_to_gmem(0)
+
+    def store(self, gradient, smem, name: str):
+        smem[...] = gradient.astype(self.kernel.dtype)
+        plgpu.commit_smem()
+        at = self.tile.batch, pl.ds(self.column, ROWS), self.tile.head
+        plgpu.copy_smem_to_gmem(smem, self.refs[name].at[at])
+
+    # Steps.
+
+    def start(self):
+        """Waits for keys and values; without a producer loads them and the first steps."""
+        kernel, config = self.kernel, self.kernel.config
+        if not config.producer:
+
+            @pl.when(self.warpgroup == 0)
+            def _():
+                kernel.load_keys(self.tile)
+                for which, stages in (("q", config.stages), ("do", config.do_stages)):
+                    for number in range(stages):
+                        load = functools.partial(kernel.load, which, self.tile, jnp.int32(number))
+                        pl.when(number < kernel.steps(self.tile))(load)
+
+        plgpu.barrier_wait(self.refs["kv_full"])
+
+    def load(self, which: str, number):
+        """Without a producer: a step, beyond those of the start, into a slot that is free."""
+        config = self.kernel.config
+        if not config.producer:
+            stages = {"q": config.stages, "do": config.do_stages}[which]
+            wanted = (number >= stages) & (number < self.kernel.steps(self.tile))
+            load = lambda: self.kernel.load(which, self.tile, number)
+            pl.when((self.warpgroup == 0) & wanted)(load)
+
+    def release(self, step: Step, *names: str):
+        """Gives slots back; what was read of them past TMA lies before a `commit_smem`."""
+        if self.kernel.config.producer:
+            for name in names:
+                plgpu.barrier_arrive(self.at(name, step))
+
+    def each_step(self, run, carry):
+        kernel, tile = self.kernel, self.tile
+        one_step = lambda number, carry: run(kernel.step(tile, number), carry)
+        lax.fori_loop(jnp.int32(0), kernel.steps(tile), one_step, carry)
+
+
+def _columns(x, first: int) -> jax.Array:
+    """One part of the columns of a tile."""
+    return x if x.shape[1] == PART else x[:, first : first + PART]
