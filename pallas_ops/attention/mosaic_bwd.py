@@ -14,8 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_ops.attention import mosaic_config, tiles
 from pallas_ops.attention import mosaic_visibility as visibility
-from pallas_ops.attention import tiles
 from pallas_ops.attention.mosaic_bwd_consumer import PART, Step, Tile
 from pallas_ops.attention.mosaic_bwd_schedule import ByKeys, ByRole
 from pallas_ops.attention.mosaic_config import READ_BY_TILE, ROWS, BackwardConfig, Sizes
@@ -101,7 +101,7 @@ class _Backward:
         self.segmented = "span" in self.inputs
         self.by_tile = any(name in self.inputs for name in READ_BY_TILE)
         self.bounded = "kv_lengths" in self.inputs or sizes.s % self.keys != 0
-        banded = spec.left is not None or spec.right is not None
+        banded = mosaic_config.banded(spec)
         self.masked = (
             banded
             or self.bounded

@@ -14,7 +14,17 @@ from pallas_ops.attention.validate import Spec
 ROWS = 64  # of a warpgroup, by wgmma
 READ_BY_TILE = ("bias", "mask")  # operands that come without TMA, straight into registers
 UNEVEN = {"q_segments", "q_offset", "query_lengths", "kv_lengths"}  # tiles differ in length
-_SHARED_MEMORY = 221 * 1024  # for tiles: Mosaic and the barriers take some of the 227 KiB
+_SHARED_MEMORY = 221 * 1024  # for tiles: Mosaic, barriers and vectors take some of the 227 KiB
+_SHARED_MEMORY_CARELESS = 224 * 1024
+
+
+def banded(spec: Spec) -> bool:
+    return spec.left is not None or spec.right is not None
+
+
+def careful(fields, spec: Spec) -> bool:
+    """Whether something may be masked that is not finite, so that a second pass must be at hand."""
+    return banded(spec) or not {"q_segments", "kv_lengths", *READ_BY_TILE}.isdisjoint(fields)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,16 +128,17 @@ class Sizes(NamedTuple):
         output = 0 if self.shares_output(config) else 2 * config.rows * self.hvp
         return self.bytes_of_inputs(config) + output
 
-    def refuse(self, config: Config) -> str | None:
+    def refuse(self, config: Config, careful: bool) -> str | None:
         """Why a config does not fit."""
-        if self.shared_memory(config) > _SHARED_MEMORY:
+        most = _SHARED_MEMORY if careful else _SHARED_MEMORY_CARELESS
+        if self.shared_memory(config) > most:
             return f"{config} needs {self.shared_memory(config)} bytes of shared memory"
-        # Scores and results in float32 and weights in 16 bits, of 64 rows shared by 128 threads;
-        # the rest of what a thread may have goes to addresses, maxima and sums.
-        tiles, most = (
-            self.hvp // 2 + 3 * config.block_kv // 4,
-            128 if config.consumers == 3 else 208,
-        )
+        # Scores and results in float32 and weights in 16 bits, of 64 rows shared by 128 threads; a
+        # mask takes more. The rest of a thread's registers goes to addresses, maxima and sums, and
+        # to the loop over tiles of blocks that stay.
+        tiles = self.hvp // 2 + 3 * config.block_kv // 4 + careful * config.block_kv // 8
+        most = 208 if config.producer else 224
+        most = 144 if config.consumers == 3 else 184 if careful or config.blocks else most
         if tiles > most:
             return f"{config} needs {tiles} registers a thread for its tiles, of {most}"
         return None
@@ -170,15 +181,16 @@ def heuristic(
     producer = not toolchain.ignores_setmaxnreg()
     narrow = max(sizes.hp, sizes.hvp) == 64 and producer and "bias" not in fields
     consumers = 1 if sizes.t <= ROWS else 3 if narrow else 2
-    uneven = spec.left is not None or spec.right is not None or bool(UNEVEN & set(fields))
+    uneven = banded(spec) or not UNEVEN.isdisjoint(fields)
     blocks = 0 if uneven or not producer else chips.processors(device_kind)
     wide = sizes.hvp > 128 or (sizes.hp > 128 and not producer)
     widths = (64,) if "bias" in fields or wide else (128, 64)
     made = [Config(block_kv, consumers, 2, blocks, producer) for block_kv in widths]
-    return next((c for c in made if sizes.refuse(c) is None), made[-1])
+    fits = lambda c: sizes.refuse(c, careful(fields, spec)) is None
+    return next(filter(fits, made), made[-1])
 
 
-def candidates(query, key, value, *rest, **params) -> list[Config]:
+def candidates(query, key, value, *rest, fields, spec: Spec, **params) -> list[Config]:
     del rest, params
     sizes = Sizes.of(query, key, value)
     made = [
@@ -189,10 +201,12 @@ def candidates(query, key, value, *rest, **params) -> list[Config]:
         for producer, blocks in ((True, 132), (True, 0), (False, 0))
         if producer or consumers == 2
     ]
-    return [c for c in made if sizes.refuse(c) is None]
+    return [c for c in made if sizes.refuse(c, careful(fields, spec)) is None]
 
 
-def refuse(query, key, value, *rest, config: Config | None, **params) -> str | None:
+def refuse(
+    query, key, value, *rest, config: Config | None, fields, spec: Spec, **params
+) -> str | None:
     """Why a call can't be served."""
     del rest, params
     dtypes = [jnp.dtype(x.dtype) for x in (query, key, value)]
@@ -207,7 +221,7 @@ def refuse(query, key, value, *rest, config: Config | None, **params) -> str | N
     for name, size in (("H", sizes.h), ("Hv", sizes.hv)):
         if size % 8 or size > 256:
             return f"it takes head dimensions that are multiples of 8 up to 256, not {name}={size}"
-    return None if config is None else sizes.refuse(config)
+    return None if config is None else sizes.refuse(config, careful(fields, spec))
 
 
 def backward_heuristic(device_kind, query, key, value, *rest, **params) -> BackwardConfig:
@@ -244,7 +258,7 @@ def refuse_backward(
     query, key, value, *rest, config: BackwardConfig | None, fields, spec: Spec, **params
 ) -> str | None:
     """Why a call's gradients can't be served."""
-    reason = refuse(query, key, value, *rest, config=None, fields=fields, **params)
+    reason = refuse(query, key, value, *rest, config=None, fields=fields, spec=spec, **params)
     if reason is not None:
         return reason
     if spec.deterministic and params["bias_gradient"] and "bias" in fields:

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_ops import mosaic_inline
+from pallas_ops.attention import mosaic_config
 from pallas_ops.attention import mosaic_visibility as visibility
 from pallas_ops.attention.mosaic_config import READ_BY_TILE, ROWS, Config, Sizes
 from pallas_ops.attention.mosaic_consumer import Consumer, Steps, Tile, row_vector
@@ -68,7 +69,7 @@ class _Forward:
         self.tiles = -(-sizes.t // config.rows)
         self.blocks = -(-sizes.s // config.block_kv)
         # Tiles of one length need no order by length: those of one head follow each other.
-        banded = spec.left is not None or spec.right is not None
+        banded = mosaic_config.banded(spec)
         head_bytes = 2 * sizes.s * (sizes.h + sizes.hv)
         section = visibility.section_of(sizes.b * sizes.n, sizes.group, head_bytes, _L2)
         self.order = visibility.Order(
@@ -82,7 +83,9 @@ class _Forward:
         self.segmented = "q_segments" in self.inputs
         self.by_tile = any(name in self.inputs for name in READ_BY_TILE)
         self.bounded = "kv_lengths" in self.inputs or sizes.s % config.block_kv != 0
-        self.masked = banded or self.bounded or self.segmented or self.by_tile
+        # What may hide values that are not finite; past the end TMA puts zeros.
+        self.careful = mosaic_config.careful(self.inputs, spec)
+        self.masked = self.careful or self.bounded
         self.shares_output = sizes.shares_output(config)
         # First column and width: what results take the place of is as wide as they are.
         width = sizes.hvp if self.shares_output else sizes.hp
@@ -134,7 +137,7 @@ class _Forward:
             scratch["o_smem"] = tile(consumers, ROWS, sizes.hvp)
         for _, width in self.q_parts[1:]:
             scratch["q_rest_smem"] = tile(consumers, ROWS, width)
-        if self.masked:
+        if self.careful:
             scratch["nan_smem"] = plgpu.SMEM((consumers,), jnp.float32)
             scratch["reduction_smem"] = plgpu.SMEM((consumers, 128), jnp.float32)
             scratch["together"] = plgpu.Barrier(num_arrivals=consumers)
@@ -147,7 +150,7 @@ class _Forward:
 
         def all_tiles(run):
             step = run(jnp.int32(0), guarded=False)
-            if self.masked:
+            if self.careful:
                 # 0 times NaN is NaN: where a masked value is not finite, all is done again with
                 # care.
                 plgpu.barrier_wait(self.refs["done"])
@@ -258,14 +261,14 @@ class _Forward:
             tile = self.tile(index)
             one = Consumer(self, warpgroup, tile, Steps.of(step, start, guarded), guarded)
             out = one.finish(*(one.attend_guarded() if guarded else one.attend()))
-            if self.masked:
+            if self.careful:
                 sums = out.sum(axis=1)
                 nan = jnp.maximum(nan, jnp.where(sums != sums, 1.0, 0.0))
             return step + tile.met.blocks, nan
 
         carry = (start, row_vector(0.0))
         step, nan = lax.fori_loop(jnp.int32(0), self._count(), one_tile, carry)
-        if self.masked and not guarded:
+        if self.careful and not guarded:
             scratch = self.refs["reduction_smem"].at[warpgroup]
             self.refs["nan_smem"][warpgroup] = mosaic_inline.reduce_rows("max", nan, scratch)
             plgpu.commit_smem()

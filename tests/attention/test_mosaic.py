@@ -255,7 +255,7 @@ def test_configs_fit():
         call = [jax.ShapeDtypeStruct((1, 512, 2, size), jnp.bfloat16) for size in (h, h, hv)]
         spec = Spec(1.0, None, None, None, 0.0, None, False, "context")
         chosen = heuristic("NVIDIA H200", *call, fields=("query", "key", "value"), spec=spec)
-        for config in (chosen, *candidates(*call)):
+        for config in (chosen, *candidates(*call, fields=("query", "key", "value"), spec=spec)):
             attend = lambda *call, config=config: pallas_ops.flash_attention(
                 *call, implementation="mosaic_gpu", config=config
             )

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from pallas_ops.attention import mosaic_config
+from pallas_ops.attention.validate import Spec
 from tests.attention import cases, numpy_reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fully_optimised")]
@@ -483,7 +484,9 @@ def test_configs(head, part):
     """Some of those that tuning may choose for the forward, all for the gradient."""
     inputs = cases.inputs("configs", shaped(2, 203, 331, 4, 2, head, is_causal=True), jnp.bfloat16)
     call = [jnp.asarray(inputs.floats[n], jnp.bfloat16) for n in ("query", "key", "value")]
-    chosen = mosaic_config.candidates(*call)[part::7]
+    spec = Spec(1.0, None, 0, None, 0.0, None, False, "context")
+    fields = ("query", "key", "value")
+    chosen = mosaic_config.candidates(*call, fields=fields, spec=spec)[part::7]
     chosen += mosaic_config.backward_candidates(*call)[part // 3 :: 2]
     expected, plain = held_to(inputs, lambda implementation: implementation, gradients=True)
     for config in chosen:
