@@ -25,13 +25,14 @@ setup: .venv/.stamp ## make .venv with everything pinned in pyproject.toml
 train: .venv/.stamp ## train a small mixture-of-experts model (options: make train ARGS="--help")
 	.venv/bin/python examples/train.py $(ARGS)
 
-test: test-newest test-oldest test-compile ## all tests on the newest JAX, those of the ops on the oldest
+test: test-newest test-oldest test-compile ## all tests on the newest JAX, kernels and transforms on the oldest
 
 test-newest: .venv/.stamp
 	.venv/bin/python $(TEST) $(ARGS)
 
 test-oldest: .venv-oldest/.stamp
-	.venv-oldest/bin/python $(TEST) tests/test_dispatch.py tests/attention tests/grouped_matmul $(ARGS)
+	.venv-oldest/bin/python $(TEST) tests/test_dispatch.py tests/attention/test_mosaic.py \
+	  tests/attention/test_transforms.py tests/grouped_matmul/test_transforms.py $(ARGS)
 
 test-compile: .venv-compile/.stamp ## the tests that compile for a GPU that is not there
 	.venv-compile/bin/python -m pytest tests/compile $(ARGS)

@@ -310,8 +310,12 @@ class _Backward:
         group, met, bq = self.sizes.group, tile.met, jnp.int32(self.config.block_q)
         head, block = tile.head, number
         if group > 1:
-            head = head * jnp.int32(group) + lax.div(number, met.blocks)
-            block = lax.rem(number, met.blocks)
+            # Integers divided by what is not constant are a call where kernels are assembled
+            # relocatably, and calls make products wait for each other. Exact below 2^20 steps.
+            member = (number.astype(jnp.float32) + 0.5) * (1.0 / met.blocks.astype(jnp.float32))
+            member = member.astype(jnp.int32)
+            head = head * jnp.int32(group) + member
+            block = number - member * met.blocks
         block = met.first + block
         partial = (block < met.full_first) | (block >= met.full_end)
         if "query_lengths" in self.refs:
