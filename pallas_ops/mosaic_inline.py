@@ -1,5 +1,6 @@
 """What Pallas has no words for, as functions to call in the body of a Mosaic GPU kernel."""
 
+import functools
 from typing import Any
 
 import jax
@@ -31,7 +32,7 @@ def hold_back(x: jax.Array, layout: Any) -> None:
         for register in fragment.registers.flat:
             llvm.inline_asm(
                 ir.Type.parse("!llvm.void"),
-                [_first(register)],
+                [functools.reduce(arith.addf, _elements(register))],
                 "{ .reg .pred p; setp.lt.f32 p, $0, 0fBF800000; @p nanosleep.u32 1; }",
                 "f",
                 asm_dialect=0,
@@ -60,9 +61,9 @@ def scale_rows(x: jax.Array, factor: jax.Array) -> jax.Array:
         one = arith.constant(f32, ir.FloatAttr.get(f32, 1.0))
         other = arith.constant(ir.IntegerType.get_signless(1), ir.BoolAttr.get(False))
         for register in factor.registers.flat:
-            # Unordered: a NaN is no 1 either.
-            is_other = arith.cmpf(arith.CmpFPredicate.UNE, _first(register), one)
-            other = arith.ori(other, is_other)
+            for element in _elements(register):  # unordered: a NaN is no 1 either
+                is_other = arith.cmpf(arith.CmpFPredicate.UNE, element, one)
+                other = arith.ori(other, is_other)
         warp = arith.constant(i32, ir.IntegerAttr.get(i32, -1))
         anywhere = nvvm.vote_sync(warp, other, "any")
         old = list(x.registers.flat)
@@ -116,9 +117,10 @@ def _call(inlined: Any, *args):
     return inlined(*args)
 
 
-def _first(register: ir.Value) -> ir.Value:
-    """The element of a register that may be a vector of one."""
+def _elements(register: ir.Value) -> list[ir.Value]:
+    """Those of a register that may be a vector."""
     if not isinstance(register.type, ir.VectorType):
-        return register
+        return [register]
     i32 = ir.IntegerType.get_signless(32)
-    return llvm.extractelement(register, llvm.ConstantOp(i32, ir.IntegerAttr.get(i32, 0)).result)
+    index = lambda i: llvm.ConstantOp(i32, ir.IntegerAttr.get(i32, i)).result
+    return [llvm.extractelement(register, index(i)) for i in range(register.type.shape[0])]

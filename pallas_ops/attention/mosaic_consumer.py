@@ -72,7 +72,7 @@ class Consumer:
         # A row's sum of weights is kept as the sums of every eighth column, each in one thread,
         # until the end, but for where registers are short.
         config, short = kernel.config, kernel.by_tile or "seeds" in self.refs
-        short |= config.consumers == 3 or kernel.sizes.hvp > 128 or not config.producer
+        short |= config.consumers == 3 or kernel.sizes.hvp >= 128 or not config.producer
         self.thread_sums = not (kernel.masked and short)
         self.total_layout = WGMMA if self.thread_sums else WGMMA.reduce(1)
         plain = self.spec.soft_cap is None and "bias" not in self.refs
