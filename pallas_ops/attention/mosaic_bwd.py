@@ -24,8 +24,6 @@ from pallas_ops.attention.mosaic_visibility import pad
 from pallas_ops.attention.validate import Operands, Spec
 
 _CONSUMERS = 2
-_REGISTERS = (240, 24)
-_L2 = 16 * 1024 * 1024
 _SWIZZLE = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 _SWIZZLE_32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
 
@@ -115,7 +113,7 @@ class _Backward:
             self.inputs["suspects"] = suspects.max(axis=3)
         kv_heads = sizes.n // sizes.group
         head_bytes = 2 * sizes.t * sizes.group * (sizes.h + sizes.hv)
-        section = visibility.section_of(sizes.b * kv_heads, 1, head_bytes, _L2)
+        section = visibility.section_of(sizes.b * kv_heads, 1, head_bytes)
         self.order = visibility.Order(
             sizes.b, kv_heads, self.tiles, section if banded else 1, descending=False
         )
@@ -287,14 +285,16 @@ class _Backward:
             consume()
             return
 
+        registers = mosaic_config.registers(_CONSUMERS)
+
         @pl.when(warpgroup == _CONSUMERS)
         def _():
-            plgpu.set_max_registers(_REGISTERS[1], action="decrease")
+            plgpu.set_max_registers(registers[1], action="decrease")
             self._produce(tile)
 
         @pl.when(warpgroup < _CONSUMERS)
         def _():
-            plgpu.set_max_registers(_REGISTERS[0], action="increase")
+            plgpu.set_max_registers(registers[0], action="increase")
             consume()
 
     def slot(self, name: str, number):

@@ -1,4 +1,4 @@
-"""How flash attention's forward is cut on Hopper, and which calls its kernel takes.
+"""How flash attention and its backward are cut on Hopper, and which calls their kernels take.
 
 Imports nothing of Pallas, so that the package can be imported without it.
 """
@@ -22,7 +22,16 @@ def banded(spec: Spec) -> bool:
     return spec.left is not None or spec.right is not None
 
 
-def careful(fields, spec: Spec) -> bool:
+def registers(consumers: int) -> tuple[int, int]:
+    """A consumer's and the producer's: together what a block is launched with, or less.
+
+    That is the same number for each thread, a multiple of 8: one more and setmaxnreg waits for
+    ever.
+    """
+    return (160, 32) if consumers == 3 else (240, 24)
+
+
+def needs_careful_pass(fields, spec: Spec) -> bool:
     """Whether something may be masked that is not finite, so that a second pass must be at hand."""
     return banded(spec) or not {"q_segments", "kv_lengths", *READ_BY_TILE}.isdisjoint(fields)
 
@@ -56,15 +65,6 @@ class Config:
     @property
     def rows(self) -> int:
         return ROWS * self.consumers
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """A consumer's and the producer's: together what the block is launched with, or less.
-
-        That is the same number for each thread, a multiple of 8: one more and setmaxnreg waits for
-        ever.
-        """
-        return (160, 32) if self.consumers == 3 else (240, 24)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +186,7 @@ def heuristic(
     wide = sizes.hvp > 128 or (sizes.hp > 128 and not producer)
     widths = (64,) if "bias" in fields or wide else (128, 64)
     made = [Config(block_kv, consumers, 2, blocks, producer) for block_kv in widths]
-    fits = lambda c: sizes.refuse(c, careful(fields, spec)) is None
+    fits = lambda c: sizes.refuse(c, needs_careful_pass(fields, spec)) is None
     return next(filter(fits, made), made[-1])
 
 
@@ -201,7 +201,7 @@ def candidates(query, key, value, *rest, fields, spec: Spec, **params) -> list[C
         for producer, blocks in ((True, 132), (True, 0), (False, 0))
         if producer or consumers == 2
     ]
-    return [c for c in made if sizes.refuse(c, careful(fields, spec)) is None]
+    return [c for c in made if sizes.refuse(c, needs_careful_pass(fields, spec)) is None]
 
 
 def refuse(
@@ -221,7 +221,7 @@ def refuse(
     for name, size in (("H", sizes.h), ("Hv", sizes.hv)):
         if size % 8 or size > 256:
             return f"it takes head dimensions that are multiples of 8 up to 256, not {name}={size}"
-    return None if config is None else sizes.refuse(config, careful(fields, spec))
+    return None if config is None else sizes.refuse(config, needs_careful_pass(fields, spec))
 
 
 def backward_heuristic(device_kind, query, key, value, *rest, **params) -> BackwardConfig:

@@ -68,13 +68,11 @@ class Consumer:
         self.row = (tile.place * jnp.int32(kernel.config.consumers) + warpgroup) * jnp.int32(ROWS)
         self.shape = (ROWS, kernel.config.block_kv)  # of a tile of scores
         self.acc_shape = (ROWS, kernel.sizes.hvp)
-        # Scores are in units of log2 once they have left `scores`, or are yet to be scaled by this.
         # A row's sum of weights is kept as the sums of every eighth column, each in one thread,
-        # until the end, but for where registers are short.
-        config, short = kernel.config, kernel.by_tile or "seeds" in self.refs
-        short |= config.consumers == 3 or kernel.sizes.hvp >= 128 or not config.producer
-        self.thread_sums = not (kernel.masked and short)
+        # until the end; masks leave no registers for it.
+        self.thread_sums = not kernel.masked
         self.total_layout = WGMMA if self.thread_sums else WGMMA.reduce(1)
+        # Scores are in units of log2 once they have left `scores`, or are yet to be scaled by this.
         plain = self.spec.soft_cap is None and "bias" not in self.refs
         self.unit = self.spec.scale * LOG2E if plain else 1.0
 

@@ -21,9 +21,6 @@ from pallas_ops.attention.mosaic_config import READ_BY_TILE, ROWS, Config, Sizes
 from pallas_ops.attention.mosaic_consumer import Consumer, Steps, Tile, row_vector
 from pallas_ops.attention.validate import Operands, Spec
 
-# Keys and values that blocks which run together may share in the L2 cache: half of an H200's 50 MB
-# is on the far side of the chip, and what is read from there may be held twice.
-_L2 = 16 * 1024 * 1024
 _SWIZZLE = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 
 
@@ -71,7 +68,7 @@ class _Forward:
         # Tiles of one length need no order by length: those of one head follow each other.
         banded = mosaic_config.banded(spec)
         head_bytes = 2 * sizes.s * (sizes.h + sizes.hv)
-        section = visibility.section_of(sizes.b * sizes.n, sizes.group, head_bytes, _L2)
+        section = visibility.section_of(sizes.b * sizes.n, sizes.group, head_bytes)
         self.order = visibility.Order(
             sizes.b,
             sizes.n,
@@ -84,7 +81,7 @@ class _Forward:
         self.by_tile = any(name in self.inputs for name in READ_BY_TILE)
         self.bounded = "kv_lengths" in self.inputs or sizes.s % config.block_kv != 0
         # What may hide values that are not finite; past the end TMA puts zeros.
-        self.careful = mosaic_config.careful(self.inputs, spec)
+        self.careful = mosaic_config.needs_careful_pass(self.inputs, spec)
         self.masked = self.careful or self.bounded
         self.shares_output = sizes.shares_output(config)
         # First column and width: what results take the place of is as wide as they are.
@@ -166,14 +163,16 @@ class _Forward:
             plgpu.wait_smem_to_gmem(0)
             return
 
+        registers = mosaic_config.registers(consumers)
+
         @pl.when(warpgroup == consumers)
         def _():
-            plgpu.set_max_registers(self.config.registers[1], action="decrease")
+            plgpu.set_max_registers(registers[1], action="decrease")
             all_tiles(self._produce)
 
         @pl.when(warpgroup < consumers)
         def _():
-            plgpu.set_max_registers(self.config.registers[0], action="increase")
+            plgpu.set_max_registers(registers[0], action="increase")
             all_tiles(lambda start, guarded: self._consume(warpgroup, start, guarded))
             plgpu.wait_smem_to_gmem(0)
 

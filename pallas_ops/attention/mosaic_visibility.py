@@ -229,7 +229,12 @@ class Order(NamedTuple):
         return lax.div(head, jnp.int32(self.heads)), lax.rem(head, jnp.int32(self.heads)), tile
 
 
-def section_of(batch_heads: int, group: int, head_bytes: int, cache_bytes: int) -> int:
+# Of heads that blocks which run together may share in the L2 cache: half of an H200's 50 MB is on
+# the far side of the chip, and what is read from there may be held twice.
+_CACHE_BYTES = 16 * 1024 * 1024
+
+
+def section_of(batch_heads: int, group: int, head_bytes: int) -> int:
     """How many query heads share the cache: whole groups of those that share a kv head."""
-    kv_heads = max(1, cache_bytes // max(1, head_bytes))
+    kv_heads = max(1, _CACHE_BYTES // max(1, head_bytes))
     return min(batch_heads, kv_heads * group)

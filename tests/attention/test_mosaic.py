@@ -4,10 +4,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_ops
-from pallas_ops import testing
-from pallas_ops.attention.mosaic_config import BackwardConfig, Config, candidates, heuristic
+from pallas_ops import chips, testing
+from pallas_ops.attention.mosaic_config import (
+    BackwardConfig,
+    Config,
+    candidates,
+    heuristic,
+    registers,
+)
 from pallas_ops.attention.validate import Spec
 from tests import interpreter
 from tests.attention import cases
@@ -254,6 +261,30 @@ def test_what_is_masked_reaches_nothing(config, case):
     np.testing.assert_array_equal(np.isnan(out), ~np.isfinite(expected))
     finite = np.isfinite(expected)
     np.testing.assert_allclose(out[finite], expected[finite], rtol=0, atol=0.03)
+
+
+@pytest.mark.parametrize("consumers", [1, 2, 3])
+def test_no_more_registers_than_there_are(consumers):
+    """One more than a block is launched with, and setmaxnreg waits for ever."""
+    consumer, producer = registers(consumers)
+    launched = min(65536 // (128 * (consumers + 1)) // 8 * 8, 255)
+    assert consumers * consumer + producer <= (consumers + 1) * launched
+
+
+def test_reductions_across_warps_are_refused():
+    """They race on a card, where the interpreter sees nothing of it."""
+
+    def sum_rows(x_ref, out_ref):
+        out_ref[...] = plgpu.load(x_ref, layout=plgpu.Layout.WGMMA, optimized=False).sum(axis=0)
+
+    kernel = plgpu.kernel(sum_rows, out_type=jax.ShapeDtypeStruct((64,), jnp.float32))
+    with pytest.raises(AssertionError, match="take mosaic_inline"):
+        kernel(jnp.zeros((64, 64)))
+
+
+def test_processors():
+    assert chips.processors("NVIDIA H100 PCIe") == 114
+    assert chips.processors(None) == chips.processors("something new") == 132
 
 
 def test_configs_fit():
