@@ -14,71 +14,44 @@ from jax.extend.mlir.dialects import arith, scf
 from jaxlib.mlir.dialects import llvm, nvvm
 
 
-def hold_back(x: jax.Array, layout: Any) -> None:
-    """Keeps what comes after it, such as a wait for wgmma, after the computation of `x`.
+def any_above(x: jax.Array, most: float, layout: Any) -> jax.Array:
+    """Whether any element of a warp's part of `x` is above a number; NaN is not.
 
-    ptxas orders a wait against other instructions with effects, not against arithmetic, and moves
-    it up where nothing keeps it: what should run beside a product then runs after it. This is such
-    an instruction, one that is skipped unless `x`, which must not be negative, is below -1.
+    What it decides must be right for each warp alone, and may be anything within reach of one, such
+    as reductions along rows. Later waits for wgmma stay behind it: ptxas would otherwise move them
+    up, before the computation of `x`.
 
     Args:
       x: float32 array in registers.
+      most: the number.
       layout: the layout of `x`.
     """
-
-    @plgpu.inline_mgpu(arg_types=(layout,))
-    def hold(ctx, fragment: mgpu.FragmentedArray):
-        del ctx
-        for register in fragment.registers.flat:
-            llvm.inline_asm(
-                ir.Type.parse("!llvm.void"),
-                [functools.reduce(arith.addf, _elements(register))],
-                "{ .reg .pred p; setp.lt.f32 p, $0, 0fBF800000; @p nanosleep.u32 1; }",
-                "f",
-                asm_dialect=0,
-                has_side_effects=True,
-            )
-
-    _call(hold, x)
-
-
-def scale_rows(x: jax.Array, factor: jax.Array) -> jax.Array:
-    """`x` with each row times its factor; a warp whose factors are all 1 skips the products.
-
-    Args:
-      x: float32 [rows, columns], in registers laid out for wgmma.
-      factor: float32 [rows], laid out as a sum over the columns of `x` is.
-    """
-    layout = plgpu.Layout.WGMMA
+    scalar = plgpu.Layout.WG_SPLAT(())
 
     @plgpu.inline_mgpu(
-        arg_types=(layout, layout.reduce(1)),
-        return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout),
+        arg_types=(layout, scalar),
+        return_type=plgpu.ShapeDtypeStruct((), np.int32, layout=scalar),
     )
-    def scale(ctx, x: mgpu.FragmentedArray, factor: mgpu.FragmentedArray):
+    def any_above(ctx, x: mgpu.FragmentedArray, most: mgpu.FragmentedArray):
         del ctx
-        f32, i32 = ir.F32Type.get(), ir.IntegerType.get_signless(32)
-        one = arith.constant(f32, ir.FloatAttr.get(f32, 1.0))
-        other = arith.constant(ir.IntegerType.get_signless(1), ir.BoolAttr.get(False))
-        for register in factor.registers.flat:
-            for element in _elements(register):  # unordered: a NaN is no 1 either
-                is_other = arith.cmpf(arith.CmpFPredicate.UNE, element, one)
-                other = arith.ori(other, is_other)
-        warp = arith.constant(i32, ir.IntegerAttr.get(i32, -1))
-        anywhere = nvvm.vote_sync(warp, other, "any")
-        old = list(x.registers.flat)
-        branch = scf.IfOp(anywhere, [r.type for r in old], has_else=True)
-        then, otherwise = branch.then_block, branch.else_block
-        assert then is not None and otherwise is not None
-        with ir.InsertionPoint(then):
-            rows = factor.broadcast_in_dim(x.shape, (0,), x.layout)
-            scf.yield_(list((x * rows).registers.flat))
-        with ir.InsertionPoint(otherwise):
-            scf.yield_(old)
-        registers = np.array(branch.results, dtype=object).reshape(x.registers.shape)
-        return mgpu.FragmentedArray(_registers=registers, _layout=x.layout, _is_signed=None)
+        i32, limit = ir.IntegerType.get_signless(32), most.registers.item()
+        above = [
+            arith.cmpf(arith.CmpFPredicate.OGT, element, limit)
+            for register in x.registers.flat
+            for element in _elements(register)
+        ]
+        found = llvm.inline_asm(
+            i32,
+            [arith.extui(i32, functools.reduce(arith.ori, above))],
+            "{ .reg .pred p; setp.ne.u32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff;"
+            " @p nanosleep.u32 1; selp.u32 $0, 1, 0, p; }",
+            "=r,r",
+            asm_dialect=0,
+            has_side_effects=True,
+        )
+        return mgpu.FragmentedArray.splat(found, (), is_signed=True)
 
-    return _call(scale, x, factor)
+    return _call(any_above, x, np.float32(most)) > 0
 
 
 def reduce_rows(op: str, x: jax.Array, scratch) -> jax.Array:

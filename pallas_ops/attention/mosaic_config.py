@@ -15,7 +15,6 @@ ROWS = 64  # of a warpgroup, by wgmma
 READ_BY_TILE = ("bias", "mask")  # operands that come without TMA, straight into registers
 UNEVEN = {"q_segments", "q_offset", "query_lengths", "kv_lengths"}  # tiles differ in length
 _SHARED_MEMORY = 221 * 1024  # for tiles: Mosaic, barriers and vectors take some of the 227 KiB
-_SHARED_MEMORY_CARELESS = 224 * 1024
 
 
 def banded(spec: Spec) -> bool:
@@ -29,11 +28,6 @@ def registers(consumers: int) -> tuple[int, int]:
     ever.
     """
     return (160, 32) if consumers == 3 else (240, 24)
-
-
-def needs_careful_pass(fields, spec: Spec) -> bool:
-    """Whether something may be masked that is not finite, so that a second pass must be at hand."""
-    return banded(spec) or not {"q_segments", "kv_lengths", *READ_BY_TILE}.isdisjoint(fields)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +49,8 @@ class Config:
 
     def __post_init__(self):
         tuning.check_fields(self)
-        if self.block_kv not in (64, 128, 192, 256):
-            raise ValueError(f"block_kv must be 64, 128, 192 or 256, got {self}")
+        if self.block_kv not in (64, 128):
+            raise ValueError(f"block_kv must be 64 or 128, got {self}")
         if not 1 <= self.consumers <= 3 or self.stages < 2 or self.blocks < 0:
             raise ValueError(f"1 to 3 consumers, 2 stages or more, blocks >= 0, got {self}")
         if self.blocks and not self.producer:
@@ -128,17 +122,14 @@ class Sizes(NamedTuple):
         output = 0 if self.shares_output(config) else 2 * config.rows * self.hvp
         return self.bytes_of_inputs(config) + output
 
-    def refuse(self, config: Config, careful: bool) -> str | None:
+    def refuse(self, config: Config) -> str | None:
         """Why a config does not fit."""
-        most = _SHARED_MEMORY if careful else _SHARED_MEMORY_CARELESS
-        if self.shared_memory(config) > most:
+        if self.shared_memory(config) > _SHARED_MEMORY:
             return f"{config} needs {self.shared_memory(config)} bytes of shared memory"
-        # Scores and results in float32 and weights in 16 bits, of 64 rows shared by 128 threads; a
-        # mask takes more. The rest of a thread's registers goes to addresses, maxima and sums, and
-        # to the loop over tiles of blocks that stay.
-        tiles = self.hvp // 2 + 3 * config.block_kv // 4 + careful * config.block_kv // 8
-        most = 208 if config.producer else 224
-        most = 144 if config.consumers == 3 else 184 if careful or config.blocks else most
+        # Scores and results in float32 and weights in 16 bits, of 64 rows shared by 128 threads, and
+        # masks. The rest of a thread's registers goes to addresses, maxima and sums.
+        tiles = self.hvp // 2 + 7 * config.block_kv // 8
+        most = 144 if config.consumers == 3 else 184
         if tiles > most:
             return f"{config} needs {tiles} registers a thread for its tiles, of {most}"
         return None
@@ -186,8 +177,7 @@ def heuristic(
     wide = sizes.hvp > 128 or (sizes.hp > 128 and not producer)
     widths = (64,) if "bias" in fields or wide else (128, 64)
     made = [Config(block_kv, consumers, 2, blocks, producer) for block_kv in widths]
-    fits = lambda c: sizes.refuse(c, needs_careful_pass(fields, spec)) is None
-    return next(filter(fits, made), made[-1])
+    return next((c for c in made if sizes.refuse(c) is None), made[-1])
 
 
 def candidates(query, key, value, *rest, fields, spec: Spec, **params) -> list[Config]:
@@ -196,12 +186,12 @@ def candidates(query, key, value, *rest, fields, spec: Spec, **params) -> list[C
     made = [
         Config(block_kv, consumers, stages, blocks, producer)
         for consumers in (2, 3)
-        for block_kv in (64, 128, 192, 256)
+        for block_kv in (64, 128)
         for stages in (2, 3)
         for producer, blocks in ((True, 132), (True, 0), (False, 0))
         if producer or consumers == 2
     ]
-    return [c for c in made if sizes.refuse(c, needs_careful_pass(fields, spec)) is None]
+    return [c for c in made if sizes.refuse(c) is None]
 
 
 def refuse(
@@ -221,7 +211,7 @@ def refuse(
     for name, size in (("H", sizes.h), ("Hv", sizes.hv)):
         if size % 8 or size > 256:
             return f"it takes head dimensions that are multiples of 8 up to 256, not {name}={size}"
-    return None if config is None else sizes.refuse(config, needs_careful_pass(fields, spec))
+    return None if config is None else sizes.refuse(config)
 
 
 def backward_heuristic(device_kind, query, key, value, *rest, **params) -> BackwardConfig:

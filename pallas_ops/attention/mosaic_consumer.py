@@ -4,7 +4,6 @@ Rows of scores are in units of log2: exp2 is one instruction.
 """
 
 import functools
-import itertools
 import math
 import operator
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,9 +24,13 @@ if TYPE_CHECKING:
     from pallas_ops.attention.mosaic_fwd import _Forward
 
 LOG2E = math.log2(math.e)
-# How far, in units of log2, scores may exceed what counts as the maximum of their row. Weights are
-# at most 2**8 then, of which all that follows has room.
-_SLACK = 8.0
+# What counts as the maximum of a row that has seen nothing: no score lies below, so that whatever
+# comes has a weight of 1 or more, and -inf one of 0.
+_UNSEEN = float(jnp.finfo(jnp.float32).min)
+# How large a thread's sum of a block's weights may get before the maximum of its row is raised: what
+# counts as the maximum need only be near, and one that stays costs nothing. Sums and results are
+# float32; weights are rounded to the products' dtype, and float16 ends at 65504.
+_MOST = {jnp.dtype(jnp.bfloat16): 2.0**24, jnp.dtype(jnp.float16): 2.0**14}
 # Two numbers whose product no sum of weights, each at most 1, times values comes near.
 _MARKS = {jnp.dtype(jnp.bfloat16): (1.0, 2.0**127), jnp.dtype(jnp.float16): (65504.0, 65504.0)}
 
@@ -39,9 +42,9 @@ class Steps(NamedTuple):
     v: jax.Array
 
     @classmethod
-    def of(cls, step, start, guarded: bool) -> "Steps":
-        """After `step` blocks of keys; values come twice in the pass that began at `start`."""
-        return cls(step, step + (step - start) if guarded else step)
+    def of(cls, step, start, repeats: int) -> "Steps":
+        """After `step` blocks of keys; each of values comes so often in the pass since `start`."""
+        return cls(step, start + (step - start) * jnp.int32(repeats) if repeats > 1 else step)
 
 
 class Tile(NamedTuple):
@@ -59,21 +62,15 @@ def row_vector(x: float) -> jax.Array:
 class Consumer:
     """One warpgroup's 64 queries of a tile."""
 
-    def __init__(self, kernel: "_Forward", warpgroup, tile: Tile, steps: Steps, guarded: bool):
+    def __init__(self, kernel: "_Forward", warpgroup, tile: Tile, steps: Steps, repeats: int):
         self.kernel, self.refs, self.spec = kernel, kernel.refs, kernel.spec
         self.warpgroup, self.tile, self.steps = warpgroup, tile, steps
-        self.repeats = {"k": 1, "v": 1 + guarded}
-        # The careful pass in float16 has no room for it beside the marks.
-        self.slack = 0.0 if guarded and kernel.dtype == jnp.float16 else _SLACK
+        self.repeats = {"k": 1, "v": repeats}
         self.row = (tile.place * jnp.int32(kernel.config.consumers) + warpgroup) * jnp.int32(ROWS)
         self.shape = (ROWS, kernel.config.block_kv)  # of a tile of scores
         self.acc_shape = (ROWS, kernel.sizes.hvp)
-        # A row's sum of weights is kept as the sums of every eighth column, each in one thread,
-        # until the end; masks leave no registers for it.
-        self.thread_sums = not kernel.masked
-        self.total_layout = WGMMA if self.thread_sums else WGMMA.reduce(1)
         # Scores are in units of log2 once they have left `scores`, or are yet to be scaled by this.
-        plain = self.spec.soft_cap is None and "bias" not in self.refs
+        plain = self.spec.soft_cap is None and "bias" not in self.refs and self.spec.scale > 0
         self.unit = self.spec.scale * LOG2E if plain else 1.0
 
     def at(self, name: str, i):
@@ -151,28 +148,27 @@ class Consumer:
             case _:
                 return load(rows, columns, layout=WGMMA)
 
-    def no_weight(self) -> jax.Array:
-        if self.thread_sums:
-            return plgpu.layout_cast(jnp.zeros((ROWS, 8), jnp.float32), WGMMA)
-        return row_vector(0.0)
+    def nothing(self) -> tuple[jax.Array, jax.Array]:
+        """Maxima and sums of rows that have seen nothing."""
+        return row_vector(_UNSEEN), plgpu.layout_cast(jnp.zeros((ROWS, 8), jnp.float32), WGMMA)
 
-    def softmax(self, scores, top, total):
-        """Weights, new maximum and sum of the rows, and the factor for what was summed before.
+    def first_top(self, scores, top):
+        """The maxima of rows that had none."""
+        block_top = jnp.maximum((scores * self.unit).max(axis=1), _UNSEEN)
+        return jnp.where(top <= _UNSEEN, block_top, top)
 
-        The maximum is one only nearly: any number near it does, and one that stays needs no
-        rescaling.
-        """
-        block_top = scores.max(axis=1) * self.unit
-        new_top = jnp.where(block_top > top + self.slack, block_top, top)
-        safe = jnp.where(new_top == -jnp.inf, 0.0, new_top) if self.kernel.masked else new_top
-        rescale = jnp.exp2(top - safe)
-        weights = jnp.exp2(scores * self.unit - columns_of(safe, scores.shape))
-        if self.thread_sums:
-            sums = functools.reduce(
-                operator.add, [weights[:, i : i + 8] for i in range(0, self.shape[1], 8)]
-            )
-            return weights, new_top, total * columns_of(rescale, (ROWS, 8)) + sums, rescale
-        return weights, new_top, total * rescale + weights.sum(axis=1), rescale
+    def weights(self, scores, top) -> tuple[jax.Array, jax.Array]:
+        """Weights by what counts as the maximum of the rows, and their sums."""
+        weights = jnp.exp2(scores * self.unit - columns_of(top, scores.shape))
+        parts = [weights[:, i : i + 8] for i in range(0, self.shape[1], 8)]
+        return weights, functools.reduce(operator.add, parts)
+
+    def lowered(self, acc, top, total, weights):
+        """The same by the maximum of all that was seen, for rows where it rose."""
+        most = jnp.maximum(weights.max(axis=1), 1.0)
+        factor = 1.0 / most
+        times = lambda x: x * columns_of(factor, x.shape)
+        return times(acc), top + jnp.log2(most), times(total), times(weights)
 
     def dropped(self, weights, k):
         """Weights in the products' dtype; what is kept is scaled up at the end."""
@@ -238,13 +234,16 @@ class Consumer:
             pl.when(wanted)(load)
 
     def attend(self):
-        """Sums over all blocks: weights times values [64, hvp], maxima and sums of weights [64]."""
+        """Sums over all blocks: weights times values [64, hvp], maxima and sums of weights [64].
+
+        They are NaN where scores rise by more than float32 has room for.
+        """
         self.load_first()
         stages = jnp.int32(self.kernel.config.stages)
         plgpu.barrier_wait(self.refs["q_full"].at[self.warpgroup])
-        weights, top, total, _ = self.softmax(
-            self.start(jnp.int32(0)), row_vector(-jnp.inf), self.no_weight()
-        )
+        scores = self.start(jnp.int32(0))
+        top = self.first_top(scores, self.nothing()[0])
+        weights, total = self.weights(scores, top)
         weights = self.dropped(weights, jnp.int32(0))
         acc = plgpu.layout_cast(jnp.zeros(self.acc_shape, jnp.float32), WGMMA)
 
@@ -263,16 +262,24 @@ class Consumer:
                 pl.when(k > 1)(lambda: self.load_later("v", k - 2 + stages))
                 scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
                 plgpu.barrier_arrive(self.at("k_empty", k))
-                new_weights, *new, rescale = self.softmax(self.scores(scores, k), top, total)
-                new_weights = self.dropped(new_weights, k)
-                # ptxas would wait for the product with values before the exponentials.
-                mosaic_inline.hold_back(new[1], self.total_layout)
+                scores = self.scores(scores, k)
+                new_top = top
+                if self.kernel.masked:
+                    some_new = mosaic_inline.any_above(-top, -_UNSEEN / 2, WGMMA.reduce(1))
+                    first_top = functools.partial(self.first_top, scores, top)
+                    new_top = lax.cond(some_new, first_top, lambda: top)
+                new_weights, sums = self.weights(scores, new_top)
+                risen = mosaic_inline.any_above(sums, _MOST[self.kernel.dtype], WGMMA)
                 new_acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
                 plgpu.barrier_arrive(self.at("v_empty", k - 1))
-                return mosaic_inline.scale_rows(new_acc, rescale), *new, new_weights
+                new = new_acc, new_top, total + sums, new_weights
+                return lax.cond(risen, self.lowered, lambda *new: new, *new)
 
             acc_type = plgpu.ACC(self.acc_shape, jnp.float32)
-            return pl.run_scoped(products, plgpu.ACC(self.shape, jnp.float32), acc_type)
+            *new, new_weights = pl.run_scoped(
+                products, plgpu.ACC(self.shape, jnp.float32), acc_type
+            )
+            return *new, self.dropped(new_weights, k)
 
         last = self.tile.met.blocks - jnp.int32(1)
         acc, top, total, weights = lax.fori_loop(
@@ -285,7 +292,10 @@ class Consumer:
         return acc, top, total
 
     def attend_guarded(self):
-        """As `attend`, with values that are not finite kept from what gives them no weight."""
+        """As `attend`, by the maximum of each step.
+
+        Values that are not finite are kept from what gives them no weight.
+        """
         self.load_first()
         stages = jnp.int32(self.kernel.config.stages)
         plgpu.barrier_wait(self.refs["q_full"].at[self.warpgroup])
@@ -293,43 +303,50 @@ class Consumer:
 
         def one_block(k, carry):
             acc, top, total = carry
-            weights, top, total, rescale = self.softmax(self.start(k), top, total)
+            scores = self.start(k)
             self.load_later("k", k + stages)
+            new_top = jnp.maximum(top, (scores * self.unit).max(axis=1))
+            rescale, top = jnp.exp2(top - new_top), new_top
+            weights, sums = self.weights(scores, top)
+            total = total * columns_of(rescale, total.shape) + sums
             weights = self.dropped(weights, k)
+            acc = acc * columns_of(rescale, self.acc_shape)
+            if not self.kernel.hiding:
+                return self.product_with_changed(acc, weights, k), top, total
             # The values come twice: with 0 for what is not finite, and with a huge number for that
             # and 0 for the rest, where whatever has weight is marked by it and becomes NaN.
-            acc = acc * columns_of(rescale, self.acc_shape)
-            acc = self.product_with_changed(acc, weights, k * jnp.int32(2), lambda x: (x, 0.0))
+            first, second = k * jnp.int32(2), k * jnp.int32(2) + jnp.int32(1)
+            acc = self.product_with_changed(acc, weights, first, lambda x: (x, 0.0))
             weight, huge = _MARKS[self.kernel.dtype]
             marked = jnp.where(weights.astype(jnp.float32) != 0.0, weight, 0.0)
-            acc = self.product_with_changed(
-                acc,
-                marked.astype(weights.dtype),
-                k * jnp.int32(2) + jnp.int32(1),
-                lambda x: (0.0, huge),
-            )
+            marked = marked.astype(weights.dtype)
+            acc = self.product_with_changed(acc, marked, second, lambda x: (0.0, huge))
             return jnp.where(acc > weight * huge / 2, jnp.nan, acc), top, total
 
-        carry = acc, row_vector(-jnp.inf), self.no_weight()
+        carry = acc, *self.nothing()
         sums = lax.fori_loop(jnp.int32(0), self.tile.met.blocks, one_block, carry)
         self.release_queries(early=True)
         return sums
 
-    def product_with_changed(self, acc, weights, k, change):
-        """Adds the product with values changed to the one where finite, to the other where not."""
+    def product_with_changed(self, acc, weights, k, change=None):
+        """Adds the product with values, changed to the one where finite, to the other where not."""
         values = self.at("v_smem", k)
         plgpu.barrier_wait(self.at("v_full", k))
 
-        @pl.when(self.warpgroup == 0)
-        def _():
-            for row, column in itertools.product(*(range(0, size, 64) for size in values.shape)):
-                part = values.at[pl.ds(row, 64), pl.ds(column, 64)]
+        def change_rows(i, _):
+            for column in range(0, values.shape[1], 64):
+                part = values.at[pl.ds(i * jnp.int32(64), 64), pl.ds(column, 64)]
                 old = plgpu.load(part, layout=WGMMA).astype(jnp.float32)
                 finite, other = change(old)
                 part[...] = jnp.where(jnp.abs(old) < jnp.inf, finite, other).astype(part.dtype)
+
+        def change_all():
+            lax.fori_loop(jnp.int32(0), jnp.int32(values.shape[0] // 64), change_rows, None)
             plgpu.commit_smem()
 
-        self.together()
+        if change is not None:
+            pl.when(self.warpgroup == 0)(change_all)
+            self.together()
         acc = self.product_with_values(acc, weights, k)
         plgpu.barrier_arrive(self.at("v_empty", k))
         self.load_later("v", k + jnp.int32(self.kernel.config.stages))
@@ -346,18 +363,17 @@ class Consumer:
 
     def finish(self, acc, top, total) -> jax.Array:
         """Stores output and lse; returns the output [64, hvp], float32."""
-        total = total.sum(axis=1) if self.thread_sums else total
+        total = total.sum(axis=1)
         if "query_lengths" in self.refs:
             rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=WGMMA.reduce(1))
             outside = rows >= self.tile.lengths.query - self.row
-            top, total = jnp.where(outside, -jnp.inf, top), jnp.where(outside, 0.0, total)
+            top, total = jnp.where(outside, _UNSEEN, top), jnp.where(outside, 0.0, total)
         empty = total == 0.0
         if "sinks" in self.refs:  # one more key, whose value is 0
             sink = self.refs["sinks"][0, self.tile.head] * LOG2E
             new_top = jnp.maximum(top, sink)
-            safe = jnp.where(new_top == -jnp.inf, 0.0, new_top)
-            rescale = jnp.exp2(top - safe)
-            total = total * rescale + jnp.exp2(sink - safe)
+            rescale = jnp.exp2(top - new_top)
+            total = total * rescale + jnp.exp2(sink - new_top)
             acc, top = acc * columns_of(rescale, acc.shape), new_top
         kept = 1.0 - self.spec.dropout_rate if "seeds" in self.refs else 1.0
         inverse = 1.0 / (jnp.where(empty, 1.0, total) * kept)

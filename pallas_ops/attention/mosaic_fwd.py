@@ -80,9 +80,11 @@ class _Forward:
         self.segmented = "q_segments" in self.inputs
         self.by_tile = any(name in self.inputs for name in READ_BY_TILE)
         self.bounded = "kv_lengths" in self.inputs or sizes.s % config.block_kv != 0
-        # What may hide values that are not finite; past the end TMA puts zeros.
-        self.careful = mosaic_config.needs_careful_pass(self.inputs, spec)
-        self.masked = self.careful or self.bounded
+        # What may hide values that are not finite; past the end of the keys TMA puts zeros.
+        self.hiding = banded or not {"q_segments", "kv_lengths", *READ_BY_TILE}.isdisjoint(
+            self.inputs
+        )
+        self.masked = self.hiding or self.bounded
         self.shares_output = sizes.shares_output(config)
         # First column and width: what results take the place of is as wide as they are.
         width = sizes.hvp if self.shares_output else sizes.hp
@@ -129,16 +131,15 @@ class _Forward:
             k_empty=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
             v_full=plgpu.Barrier(num_barriers=stages),
             v_empty=plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
+            suspect_smem=plgpu.SMEM((consumers,), jnp.float32),
+            reduction_smem=plgpu.SMEM((consumers, 128), jnp.float32),
+            together=plgpu.Barrier(num_arrivals=consumers),
+            done=plgpu.Barrier(num_arrivals=consumers),
         )
         if not self.shares_output:
             scratch["o_smem"] = tile(consumers, ROWS, sizes.hvp)
         for _, width in self.q_parts[1:]:
             scratch["q_rest_smem"] = tile(consumers, ROWS, width)
-        if self.careful:
-            scratch["nan_smem"] = plgpu.SMEM((consumers,), jnp.float32)
-            scratch["reduction_smem"] = plgpu.SMEM((consumers, 128), jnp.float32)
-            scratch["together"] = plgpu.Barrier(num_arrivals=consumers)
-            scratch["done"] = plgpu.Barrier(num_arrivals=consumers)
         return scratch
 
     def _body(self):
@@ -147,16 +148,14 @@ class _Forward:
 
         def all_tiles(run):
             step = run(jnp.int32(0), guarded=False)
-            if self.careful:
-                # 0 times NaN is NaN: where a masked value is not finite, all is done again with
-                # care.
-                plgpu.barrier_wait(self.refs["done"])
-                flags = [self.refs["nan_smem"][w] for w in range(consumers)]
-                again = sum(flags[1:], flags[0]) > 0
+            # 0 times NaN is NaN, and scores may rise beyond float32's room: where a masked value
+            # is not finite, or a maximum, all is done again with care.
+            plgpu.barrier_wait(self.refs["done"])
+            suspects = [self.refs["suspect_smem"][w] for w in range(consumers)]
 
-                @pl.when(again)
-                def _():
-                    run(step, guarded=True)
+            @pl.when(sum(suspects[1:], suspects[0]) > 0)
+            def _():
+                run(step, guarded=True)
 
         if not self.config.producer:
             all_tiles(lambda start, guarded: self._consume(warpgroup, start, guarded))
@@ -202,6 +201,10 @@ class _Forward:
         place = jnp.int32(self.ctas - 1) - cta if rounds % 2 else cta
         return jnp.int32(rounds) + jnp.where(place < rest, jnp.int32(1), jnp.int32(0))
 
+    def repeats(self, guarded: bool) -> int:
+        """How often each block of values comes, `attend_guarded` needs them twice."""
+        return 2 if guarded and self.hiding else 1
+
     def slot(self, step):
         return lax.rem(step, jnp.int32(self.config.stages))
 
@@ -229,11 +232,11 @@ class _Forward:
         plgpu.copy_gmem_to_smem(source, self.refs[f"{which}_smem"].at[slot], full)
 
     def _produce(self, start, guarded: bool):
-        """Streams all tiles' queries, keys and values; values twice for `attend_guarded`."""
-        repeats = 1 + guarded
+        """Streams all tiles' queries, keys and values."""
+        repeats = self.repeats(guarded)
 
         def one_tile(index, step):
-            steps = Steps.of(step, start, guarded)
+            steps = Steps.of(step, start, repeats)
             tile = self.tile(index)
             for w in range(self.config.consumers):
                 pl.when(steps.k > 0)(lambda w=w: plgpu.barrier_wait(self.refs["q_empty"].at[w]))
@@ -254,22 +257,24 @@ class _Forward:
 
     def _consume(self, warpgroup, start, guarded: bool):
         """All tiles of this block; returns how many blocks of keys came by then."""
+        repeats = self.repeats(guarded)
 
         def one_tile(index, carry):
-            step, nan = carry
+            step, suspect = carry
             tile = self.tile(index)
-            one = Consumer(self, warpgroup, tile, Steps.of(step, start, guarded), guarded)
-            out = one.finish(*(one.attend_guarded() if guarded else one.attend()))
-            if self.careful:
-                sums = out.sum(axis=1)
-                nan = jnp.maximum(nan, jnp.where(sums != sums, 1.0, 0.0))
-            return step + tile.met.blocks, nan
+            one = Consumer(self, warpgroup, tile, Steps.of(step, start, repeats), repeats)
+            acc, top, total = one.attend_guarded() if guarded else one.attend()
+            out = one.finish(acc, top, total)
+            found = out.sum(axis=1) if self.hiding else top - top
+            suspect = jnp.maximum(suspect, jnp.where(found != found, 1.0, 0.0))
+            return step + tile.met.blocks, suspect
 
         carry = (start, row_vector(0.0))
-        step, nan = lax.fori_loop(jnp.int32(0), self._count(), one_tile, carry)
-        if self.careful and not guarded:
+        step, suspect = lax.fori_loop(jnp.int32(0), self._count(), one_tile, carry)
+        if not guarded:
             scratch = self.refs["reduction_smem"].at[warpgroup]
-            self.refs["nan_smem"][warpgroup] = mosaic_inline.reduce_rows("max", nan, scratch)
+            suspect = mosaic_inline.reduce_rows("max", suspect, scratch)
+            self.refs["suspect_smem"][warpgroup] = suspect
             plgpu.commit_smem()
             plgpu.barrier_arrive(self.refs["done"])
         return step

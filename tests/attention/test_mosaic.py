@@ -29,7 +29,6 @@ CASES = {
     "heads_of_256": (SMALL, {"H": 256, "Hv": 256, "is_causal": True}),
     "heads_of_64_and_192": (Config(64, stages=3), {"Hv": 192, "T": 64, "is_causal": True}),
     "three_consumers": (Config(128, consumers=3, blocks=1), {"T": 250, "is_causal": True}),
-    "blocks_of_192": (Config(192, blocks=1), {"S": 250, "T": 64}),
     "latent": (Config(128, blocks=2), {"H": 192, "Hv": 128, "T": 250, "is_causal": True}),
     "one_consumer": (Config(128, consumers=1, blocks=2), {"scale": 2.0}),
     "one_query": (SMALL, {"T": 1, "B": 3, "key_value_seq_lengths": [200, 1, 77]}),
@@ -38,6 +37,9 @@ CASES = {
     "groups": (SMALL, {"N": 6, "K": 2, "T": 60, "is_causal": True}),
     "before_the_start": (SMALL, {"is_causal": True, "q_offset": [-100]}),
     "past_the_end": (SMALL, {"is_causal": True, "q_offset": [190]}),
+    "first_seen_in_a_full_block": (SMALL, {"is_causal": True, "q_offset": [63], "N": 1}),
+    "negative_scale": (SMALL, {"is_causal": True, "scale": -0.7, "T": 64}),
+    "scale_of_nothing": (SMALL, {"is_causal": True, "scale": 0.0, "T": 64}),
     "window": (SMALL, {"local_window_size": (40, 7), "q_offset": [30]}),
     "window_left_open": (SMALL, {"local_window_size": (None, 9)}),
     "window_right_open": (SMALL, {"local_window_size": (9, None), "q_offset": [100]}),
@@ -199,7 +201,10 @@ def test_gradients_of_what_is_masked(case):
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize(("head", "sinks"), [(64, True), (136, False)])
 def test_gradients_beside_what_is_not_finite(head, sinks):
-    """NaN and Inf in rows that see nothing, and in keys that none sees, change no bit."""
+    """NaN and Inf in rows that see nothing, and in keys that none sees, change only roundings:
+
+    The forward goes through them with care, by other maxima.
+    """
     case = {"is_causal": True, "q_offset": [-20], "H": head, "Hv": head, "sinks": sinks}
     case |= {"query_seq_lengths": [100], "key_value_seq_lengths": [70], "S": 190}
     inputs = cases.inputs("beside", SIZES | case, jnp.bfloat16)
@@ -214,7 +219,7 @@ def test_gradients_beside_what_is_not_finite(head, sinks):
     found = gradients(inputs.replace(dout=dout), "mosaic_gpu", SMALL)
     for operand, x in found.items():
         if operand != "sinks" or not sinks:  # the sink of row 5 takes what its cotangent brings
-            np.testing.assert_array_equal(x, clean[operand], operand)
+            np.testing.assert_allclose(x, clean[operand], 2**-6, 2**-7, err_msg=operand)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -229,6 +234,29 @@ def test_float16(name):
     config, case = CASES[name]
     inputs = cases.inputs(name, SIZES | case, jnp.float16)
     assert_right(inputs, *run(config, inputs, jnp.float16))
+
+
+RISES = {
+    "by_little": (20.0, {}),
+    "by_much": (60.0, {"is_causal": True, "q_offset": [90]}),
+    "by_too_much": (400.0, {}),
+    "by_too_much_causal": (400.0, {"is_causal": True, "q_offset": [90], "sinks": True}),
+}
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", RISES)
+def test_scores_that_rise(name, dtype):
+    """From the last keys, which are visited first, to the first, within and beyond float32."""
+    rise, case = RISES[name]
+    inputs = cases.inputs(name, SIZES | {"T": 64, "N": 1} | case, dtype)
+    query, key = inputs.floats["query"], inputs.floats["key"]
+    query[:] = np.abs(query) + 0.5
+    slope = np.linspace(1, 0, key.shape[1])[:, None, None]
+    key[:] = key + rise * slope / query.shape[-1] * 8
+    for x in (query, key):
+        x[:] = cases.rounded(x, dtype)
+    assert_right(inputs, *run(SMALL, inputs, dtype))
 
 
 @pytest.mark.parametrize(
@@ -305,7 +333,7 @@ def test_configs_fit():
         (jnp.float32, 64, {}, "all in bfloat16 or all in float16, not float32"),
         (jnp.bfloat16, 36, {}, "multiples of 8 up to 256, not H=36"),
         (jnp.bfloat16, 264, {}, "multiples of 8 up to 256, not H=264"),
-        (jnp.bfloat16, 256, {"config": Config(256)}, "bytes of shared memory"),
+        (jnp.bfloat16, 256, {"config": Config(stages=3)}, "bytes of shared memory"),
     ],
     ids=["dtype", "odd", "wide", "config"],
 )
