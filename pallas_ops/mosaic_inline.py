@@ -8,10 +8,10 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
-from jax.extend.mlir.dialects import arith, scf
+from jax.extend.mlir.dialects import arith
 
 # checked on 0.11.2, 0.12.0.1: jax.extend.mlir has neither.
-from jaxlib.mlir.dialects import llvm, nvvm
+from jaxlib.mlir.dialects import llvm
 
 
 def any_above(x: jax.Array, most: float, layout: Any) -> jax.Array:
@@ -30,7 +30,7 @@ def any_above(x: jax.Array, most: float, layout: Any) -> jax.Array:
 
     @plgpu.inline_mgpu(
         arg_types=(layout, scalar),
-        return_type=plgpu.ShapeDtypeStruct((), np.int32, layout=scalar),
+        return_type=plgpu.ShapeDtypeStruct((), np.dtype(np.int32), layout=scalar),
     )
     def any_above(ctx, x: mgpu.FragmentedArray, most: mgpu.FragmentedArray):
         del ctx

@@ -13,7 +13,7 @@ from pallas_ops.attention.validate import Spec
 
 ROWS = 64  # of a warpgroup, by wgmma
 READ_BY_TILE = ("bias", "mask")  # operands that come without TMA, straight into registers
-UNEVEN = {"q_segments", "q_offset", "query_lengths", "kv_lengths"}  # tiles differ in length
+UNEVEN = {"q_segments", "query_lengths", "kv_lengths"}  # tiles differ in length, nobody knows how
 _SHARED_MEMORY = 221 * 1024  # for tiles: Mosaic, barriers and vectors take some of the 227 KiB
 
 
@@ -126,8 +126,8 @@ class Sizes(NamedTuple):
         """Why a config does not fit."""
         if self.shared_memory(config) > _SHARED_MEMORY:
             return f"{config} needs {self.shared_memory(config)} bytes of shared memory"
-        # Scores and results in float32 and weights in 16 bits, of 64 rows shared by 128 threads, and
-        # masks. The rest of a thread's registers goes to addresses, maxima and sums.
+        # Scores and results in float32, weights in 16 bits and masks, of 64 rows shared by 128
+        # threads. The rest of a thread's registers goes to addresses, maxima and sums.
         tiles = self.hvp // 2 + 7 * config.block_kv // 8
         most = 144 if config.consumers == 3 else 184
         if tiles > most:
@@ -164,16 +164,22 @@ def heuristic(
 ) -> Config:
     """The widest tiles for which there is room.
 
-    A tile of a bias, and heads of more than 128 columns, take the registers of 64 keys. Tiles of
-    equal length are shared out evenly among blocks that stay; others the card deals out better.
+    A tile of a bias, and heads of more than 128 columns, take the registers of 64 keys. Blocks stay
+    where tiles, or pairs of them under a band, can be shared out evenly; others the card deals out
+    better.
     """
     del rest, params
     sizes = Sizes.of(query, key, value)
     producer = not toolchain.ignores_setmaxnreg()
     narrow = max(sizes.hp, sizes.hvp) == 64 and producer and "bias" not in fields
     consumers = 1 if sizes.t <= ROWS else 3 if narrow else 2
-    uneven = banded(spec) or not UNEVEN.isdisjoint(fields)
-    blocks = 0 if uneven or not producer else chips.processors(device_kind)
+    blocks = chips.processors(device_kind)
+    even = UNEVEN.isdisjoint(fields)
+    if banded(spec):
+        pairs, odd = divmod(sizes.b * sizes.n, 2)
+        shares = pairs * -(-sizes.t // (ROWS * consumers))
+        even &= not odd and shares > 0.9 * blocks * -(-shares // blocks)
+    blocks = blocks if even and producer else 0
     wide = sizes.hvp > 128 or (sizes.hp > 128 and not producer)
     widths = (64,) if "bias" in fields or wide else (128, 64)
     made = [Config(block_kv, consumers, 2, blocks, producer) for block_kv in widths]

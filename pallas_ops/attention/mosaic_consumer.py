@@ -6,6 +6,7 @@ Rows of scores are in units of log2: exp2 is one instruction.
 import functools
 import math
 import operator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -27,9 +28,9 @@ LOG2E = math.log2(math.e)
 # What counts as the maximum of a row that has seen nothing: no score lies below, so that whatever
 # comes has a weight of 1 or more, and -inf one of 0.
 _UNSEEN = float(jnp.finfo(jnp.float32).min)
-# How large a thread's sum of a block's weights may get before the maximum of its row is raised: what
-# counts as the maximum need only be near, and one that stays costs nothing. Sums and results are
-# float32; weights are rounded to the products' dtype, and float16 ends at 65504.
+# How large a thread's sum of a block's weights may get before the maximum of its row is raised: any
+# number near it does, and one that stays costs nothing. Sums and results are float32; weights are
+# rounded to the products' dtype, and float16 ends at 65504.
 _MOST = {jnp.dtype(jnp.bfloat16): 2.0**24, jnp.dtype(jnp.float16): 2.0**14}
 # Two numbers whose product no sum of weights, each at most 1, times values comes near.
 _MARKS = {jnp.dtype(jnp.bfloat16): (1.0, 2.0**127), jnp.dtype(jnp.float16): (65504.0, 65504.0)}
@@ -328,12 +329,15 @@ class Consumer:
         self.release_queries(early=True)
         return sums
 
-    def product_with_changed(self, acc, weights, k, change=None):
+    def product_with_changed(
+        self, acc, weights, k, change: Callable[[jax.Array], tuple] | None = None
+    ):
         """Adds the product with values, changed to the one where finite, to the other where not."""
         values = self.at("v_smem", k)
         plgpu.barrier_wait(self.at("v_full", k))
 
         def change_rows(i, _):
+            assert change is not None
             for column in range(0, values.shape[1], 64):
                 part = values.at[pl.ds(i * jnp.int32(64), 64), pl.ds(column, 64)]
                 old = plgpu.load(part, layout=WGMMA).astype(jnp.float32)

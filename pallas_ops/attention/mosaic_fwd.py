@@ -76,7 +76,10 @@ class _Forward:
             section if banded else sizes.group,
             descending=spec.right is not None,
         )
-        self.ctas = min(config.blocks, self.order.all) if config.blocks else self.order.all
+        # Of blocks that stay each takes a long and a short tile, of two heads, in turn.
+        self.paired = bool(config.blocks) and banded and sizes.b * sizes.n % 2 == 0
+        self.shares = self.order.all // (1 + self.paired)
+        self.ctas = min(config.blocks, self.shares) if config.blocks else self.shares
         self.segmented = "q_segments" in self.inputs
         self.by_tile = any(name in self.inputs for name in READ_BY_TILE)
         self.bounded = "kv_lengths" in self.inputs or sizes.s % config.block_kv != 0
@@ -178,28 +181,26 @@ class _Forward:
     def tile(self, index) -> Tile:
         """Where the index-th tile of this block lies, and which keys it meets."""
         rows, bkv = self.config.rows, self.config.block_kv
-        batch, head, i = self.order.place(self._position(index))
+        batch, head, i = self._place(index)
         lengths = visibility.Lengths.read(self.refs, batch, self.sizes.t, self.sizes.s)
         met = visibility.kv_blocks(self.spec, lengths, i * jnp.int32(rows), rows, bkv, self.blocks)
         if self.segmented:
             met = met.within(*(self.refs["span"][batch, i, e] for e in (0, 1)))
         return Tile(batch, head, i, lengths, met)
 
-    def _position(self, index):
-        """The index-th tile of this block in the order of all.
-
-        Rounds go there and back, so that no block gets the longer tile each time.
-        """
+    def _place(self, index):
+        """Batch row, head and tile of the index-th that this block takes."""
         cta, ctas = lax.axis_index("cta"), jnp.int32(self.ctas)
-        back = lax.rem(index, jnp.int32(2)) == 1
-        return index * ctas + jnp.where(back, ctas - jnp.int32(1) - cta, cta)
+        if not self.paired:
+            return self.order.place(index * ctas + cta)
+        share = lax.div(index, jnp.int32(2)) * ctas + cta
+        return self.order.place_in_pair(share, lax.rem(index, jnp.int32(2)))
 
     def _count(self):
         """How many tiles this block takes."""
-        rounds, rest = divmod(self.order.all, self.ctas)
-        cta = lax.axis_index("cta")
-        place = jnp.int32(self.ctas - 1) - cta if rounds % 2 else cta
-        return jnp.int32(rounds) + jnp.where(place < rest, jnp.int32(1), jnp.int32(0))
+        rounds, rest = divmod(self.shares, self.ctas)
+        more = (lax.axis_index("cta") < rest).astype(jnp.int32)
+        return (jnp.int32(rounds) + more) * jnp.int32(1 + self.paired)
 
     def repeats(self, guarded: bool) -> int:
         """How often each block of values comes, `attend_guarded` needs them twice."""

@@ -228,6 +228,17 @@ class Order(NamedTuple):
             tile = jnp.int32(self.tiles - 1) - tile
         return lax.div(head, jnp.int32(self.heads)), lax.rem(head, jnp.int32(self.heads)), tile
 
+    def place_in_pair(self, share, second) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """The same of one of two tiles, of two heads, that are as long together as any other two.
+
+        From the end of the one head and the start of the other, where a causal mask makes their
+        lengths add up. There must be an even number of heads.
+        """
+        pair, tile = lax.div(share, jnp.int32(self.tiles)), lax.rem(share, jnp.int32(self.tiles))
+        head = jnp.int32(2) * pair + second
+        tile = jnp.where(second == 0, jnp.int32(self.tiles - 1) - tile, tile)
+        return lax.div(head, jnp.int32(self.heads)), lax.rem(head, jnp.int32(self.heads)), tile
+
 
 # Of heads that blocks which run together may share in the L2 cache: half of an H200's 50 MB is on
 # the far side of the chip, and what is read from there may be held twice.
