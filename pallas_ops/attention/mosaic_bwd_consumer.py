@@ -58,11 +58,24 @@ class Consumer:
         self.kernel, self.refs, self.spec = kernel, kernel.refs, kernel.spec
         self.warpgroup, self.tile, self.part = warpgroup, tile, part
         self.shape = (ROWS, kernel.config.block_q)
+        self.acc = plgpu.ACC(self.shape, jnp.float32)
         self.turn: Step | None = None  # that was waited for last
         self.column = tile.place * jnp.int32(kernel.keys) + part * jnp.int32(ROWS)
         self.k_smem, self.v_smem = (kernel.refs[name].at[part] for name in ("k_smem", "v_smem"))
 
     # Scores and their gradients.
+
+    def scores_of(self, number, ref, *, ready: bool = False):
+        """Issues K Q^T of a step; of the one after the last it is of no use."""
+        at = lambda name: self.refs[name].at[self.kernel.slot(name, number)]
+        if not ready:
+            exists = number < self.kernel.steps(self.tile)
+            pl.when(exists)(lambda: plgpu.barrier_wait(at("q_full")))
+        plgpu.wgmma(ref, self.fixed("k_smem", self.part), at("q_smem").transpose((1, 0)))
+        return ref
+
+    def first_scores(self) -> jax.Array:
+        return pl.run_scoped(lambda ref: self.scores_of(jnp.int32(0), ref)[...], self.acc)
 
     def weights(self, scores, step: Step) -> tuple[jax.Array, jax.Array]:
         """Weights of raw products [64, bq], as the left operand for values, and `slopes`.

@@ -1,5 +1,6 @@
 """Who computes what in flash attention's backward on Hopper: a step's five products in order."""
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -21,15 +22,6 @@ class ByKeys(Consumer):
 
     def __init__(self, kernel: "_Backward", warpgroup, tile: Tile):
         super().__init__(kernel, warpgroup, tile, part=warpgroup)
-        self.acc = plgpu.ACC(self.shape, jnp.float32)
-
-    def scores_of(self, number, ref):
-        """Issues K Q^T of a step; of the one after the last it is of no use."""
-        at = lambda name: self.refs[name].at[self.kernel.slot(name, number)]
-        exists = number < self.kernel.steps(self.tile)
-        pl.when(exists)(lambda: plgpu.barrier_wait(at("q_full")))
-        plgpu.wgmma(ref, self.fixed("k_smem", self.part), at("q_smem").transpose((1, 0)))
-        return ref
 
     def run(self):
         self.start()
@@ -42,7 +34,7 @@ class ByKeys(Consumer):
         sizes = self.kernel.sizes
 
         def sums(dk_ref, dv_ref):
-            first = pl.run_scoped(lambda ref: self.scores_of(jnp.int32(0), ref)[...], self.acc)
+            first = self.first_scores()
             self.each_step(lambda step, raw: self.step(step, raw, dk_ref, dv_ref), first)
             return dk_ref[...], dv_ref[...]
 
@@ -122,10 +114,13 @@ class ByRole(Consumer):
         middle = -(-parts // 2) * PART
         self.columns_beside_values = 0, middle
         self.columns_beside_keys = middle, kernel.sizes.hp
+        # Scores of the next step come beside the gradient of values, where they fit in registers
+        # and their queries are there.
+        self.early = kernel.sizes.hvp <= 128 and kernel.config.producer
 
-    def sum_steps(self, run, width: int) -> jax.Array:
+    def sum_steps(self, run, width: int, first: Callable[[], Any] = lambda: None) -> jax.Array:
         def sums(ref):
-            self.each_step(lambda step, _: run(step, ref), None)
+            self.each_step(lambda step, carry: run(step, carry, ref), first())
             return ref[...]
 
         return pl.run_scoped(sums, plgpu.ACC((ROWS, width), jnp.float32))
@@ -138,7 +133,8 @@ class ByRole(Consumer):
     def run_values(self):
         self.start()
         self.make_finite(self.v_smem)
-        dv = self.sum_steps(self.step_of_values, self.kernel.sizes.hvp)
+        first = self.first_scores if self.early else lambda: None
+        dv = self.sum_steps(self.step_of_values, self.kernel.sizes.hvp, first)
         self.finish(dv * self.kernel.kept_scale, self.v_smem, "dv")
 
     def run_keys(self):
@@ -147,19 +143,18 @@ class ByRole(Consumer):
         dk = self.sum_steps(self.step_of_keys, self.kernel.sizes.hp)
         self.finish(dk * self.spec.scale, self.k_smem, "dk")
 
-    def step_of_values(self, step: Step, dv_ref):
+    def step_of_values(self, step: Step, scores, dv_ref):
+        """Given its raw scores, if they came early; those of the next one are then the result."""
         kernel, refs = self.kernel, self.refs
-        q_smem, do_smem = self.at("q_smem", step), self.at("do_smem", step)
-        plgpu.barrier_wait(self.at("q_full", step))
+        do_smem = self.at("do_smem", step)
         if kernel.masked:
             plgpu.barrier_wait(self.at("do_full", step))
+            if not self.early:
+                plgpu.barrier_wait(self.at("q_full", step))
             self.keep_from_masked(step)
-
-        def product(scores_ref):
-            plgpu.wgmma(scores_ref, self.fixed("k_smem", self.part), q_smem.transpose((1, 0)))
-            return scores_ref[...]
-
-        scores = pl.run_scoped(product, plgpu.ACC(self.shape, jnp.float32))
+        if not self.early:
+            product = lambda ref: self.scores_of(step.number, ref, ready=kernel.masked)[...]
+            scores = pl.run_scoped(product, self.acc)
         weights, slopes = self.weights(scores, step)
         refs["p_smem"][...] = slopes.astype(kernel.dtype)
         plgpu.commit_smem()
@@ -167,22 +162,34 @@ class ByRole(Consumer):
         plgpu.barrier_arrive(refs["p_full"])
         if not kernel.masked:
             plgpu.barrier_wait(self.at("do_full", step))
-        plgpu.wgmma(dv_ref, weights, do_smem)
-        plgpu.barrier_wait(refs["ds_full"])
-        self.load("q", step.number + jnp.int32(kernel.config.stages - 1))
         first, end = self.columns_beside_values
 
         def query_gradient(dq_ref):
+            plgpu.barrier_wait(refs["ds_full"])
+            self.load("q", step.number + jnp.int32(kernel.config.stages - 1))
             keys = self.fixed("k_smem", 0).at[:, pl.ds(first, end - first)]
             plgpu.wgmma(dq_ref, self.fixed("ds_smem", 0).transpose((1, 0)), keys)
             return plgpu.wgmma_accumulator_load(dq_ref, wait_n=0)
 
-        dq = pl.run_scoped(query_gradient, plgpu.ACC((ROWS, end - first), jnp.float32))
+        def value_and_query_gradient():
+            plgpu.wgmma(dv_ref, weights, do_smem)
+            return pl.run_scoped(query_gradient, plgpu.ACC((ROWS, end - first), jnp.float32))
+
+        def with_next_scores(ref):
+            self.scores_of(step.number + jnp.int32(1), ref)
+            dq = value_and_query_gradient()
+            return dq, plgpu.wgmma_accumulator_load(ref, wait_n=0)
+
+        if self.early:
+            dq, scores = pl.run_scoped(with_next_scores, self.acc)
+        else:
+            dq, scores = value_and_query_gradient(), None
         self.release(step, "do_empty")
         self.load("do", step.number + jnp.int32(kernel.config.do_stages))
         self.add_query_gradient(dq, step, jnp.int32(0), jnp.int32(first))
+        return scores
 
-    def step_of_keys(self, step: Step, dk_ref):
+    def step_of_keys(self, step: Step, _, dk_ref):
         kernel, refs = self.kernel, self.refs
         q_smem, do_smem = self.at("q_smem", step), self.at("do_smem", step)
         tainted: Any = False
@@ -196,7 +203,7 @@ class ByRole(Consumer):
             plgpu.barrier_wait(refs["p_full"])
             return plgpu.wgmma_accumulator_load(dweights_ref, wait_n=0)
 
-        dweights = pl.run_scoped(product, plgpu.ACC(self.shape, jnp.float32))
+        dweights = pl.run_scoped(product, self.acc)
         slopes = plgpu.load(refs["p_smem"], layout=WGMMA).astype(jnp.float32)
         ds = self.score_gradient(slopes, dweights, tainted, step)
         self.add_bias_gradient(ds, step)
