@@ -257,7 +257,8 @@ class _Backward:
             scratch |= dict(p_smem=tile(ROWS, bq), ds_smem=tile(1, ROWS, bq))
             scratch |= dict(p_full=plgpu.Barrier(), ds_full=plgpu.Barrier())
         else:
-            scratch["ds_smem"] = tile(2, parts, ROWS, bq)
+            barriers = plgpu.Barrier(num_barriers=2 * parts)
+            scratch |= dict(ds_smem=tile(2 * parts, ROWS, bq), ds_full=barriers, ds_empty=barriers)
         if self.dbias_of in ("keys", "queries"):
             size = ROWS if self.dbias_of == "keys" else bq
             scratch["vector_smem"] = plgpu.SMEM((_CONSUMERS, size), jnp.float32)

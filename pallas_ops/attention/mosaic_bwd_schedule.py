@@ -18,10 +18,23 @@ if TYPE_CHECKING:
 
 
 class ByKeys(Consumer):
-    """One of two that own 64 keys each, and a half of the gradient of the step's queries each."""
+    """One of two that own 64 keys each, and a half of the gradient of the step's queries each.
+
+    The gradient of a step's queries, which needs both, comes a step later: so neither waits for the
+    other, and one has the tensor cores while the other computes.
+    """
 
     def __init__(self, kernel: "_Backward", warpgroup, tile: Tile):
         super().__init__(kernel, warpgroup, tile, part=warpgroup)
+        self.other = jnp.int32(1) - warpgroup
+        # Not where the first of them loads what both are done with, nor where the order of
+        # additions to two gradients is that of steps.
+        ordered = kernel.spec.deterministic and kernel.bias is not None
+        self.lag = int(kernel.config.producer and not ordered)
+        # This consumer's part of the gradient of queries, [64, width].
+        self.width = kernel.sizes.hp if kernel.by_rows else kernel.sizes.hp // 2
+        start = warpgroup * jnp.int32(ROWS if kernel.by_rows else self.width)
+        self.start_of_part = (start, 0) if kernel.by_rows else (0, start)
 
     def run(self):
         self.start()
@@ -40,10 +53,40 @@ class ByKeys(Consumer):
 
         accumulator = lambda width: plgpu.ACC((ROWS, width), jnp.float32)
         dk, dv = pl.run_scoped(sums, accumulator(sizes.hp), accumulator(sizes.hvp))
+        if self.lag:
+            last = self.kernel.step(self.tile, self.kernel.steps(self.tile) - jnp.int32(1))
+            dq = pl.run_scoped(lambda ref: self.query_gradient(last, ref)[...], self.dq_type)
+            self.add_part(dq, last)
         self.kernel.together()  # the other one reads these keys, too
         self.store(dk * self.spec.scale, self.k_smem, "dk")
         self.store(dv * self.kernel.kept_scale, self.v_smem, "dv")
         self.finish_turns()
+
+    @property
+    def dq_type(self):
+        return plgpu.ACC((ROWS, self.width), jnp.float32)
+
+    def ds_at(self, consumer, number):
+        """Where a consumer's gradient of the scores of a step lies, and its barriers."""
+        return jnp.int32(2) * consumer + lax.rem(number + jnp.int32(2), jnp.int32(2))
+
+    def query_gradient(self, step: Step, ref):
+        """Issues this consumer's part for a step; before the first it is of no use."""
+        number = step.number
+        theirs = self.ds_at(self.other, number)
+        full = self.refs["ds_full"].at[theirs]
+        pl.when(number >= 0)(lambda: plgpu.barrier_wait(full))
+        row, column = self.start_of_part
+        rows = pl.ds(row, ROWS)
+        for w in range(self.kernel.parts):
+            ds = self.refs["ds_smem"].at[self.ds_at(w, number), :, rows]
+            keys = self.fixed("k_smem", w).at[:, pl.ds(column, self.width)]
+            plgpu.wgmma(ref, ds.transpose((1, 0)), keys)
+        return ref
+
+    def add_part(self, dq, step: Step):
+        plgpu.barrier_arrive(self.refs["ds_empty"].at[self.ds_at(self.other, step.number)])
+        self.add_query_gradient(dq, step, *self.start_of_part)
 
     def step(self, step: Step, scores, dk_ref, dv_ref) -> jax.Array:
         """Given its raw scores, which are those of the next one in the end."""
@@ -68,34 +111,30 @@ class ByKeys(Consumer):
         ds = pl.run_scoped(weights_and_gradients, self.acc)
         self.add_bias_gradient(ds, step)
         ds = self.operand(ds)
-        ds_smem = refs["ds_smem"].at[lax.rem(step.number, jnp.int32(2))]
-        ds_smem.at[self.warpgroup][...] = ds
+        mine = self.ds_at(self.warpgroup, step.number)
+        empty = refs["ds_empty"].at[mine]
+        pl.when(step.number > 1)(lambda: plgpu.barrier_wait(empty))
+        refs["ds_smem"].at[mine][...] = ds
         plgpu.commit_smem()
-        kernel.together()
-        # Both are done with the step before.
-        self.load("q", step.number + jnp.int32(kernel.config.stages - 1))
-        self.load("do", step.number + jnp.int32(kernel.config.do_stages - 1))
-        # This consumer's part of the gradient of queries, [64, width].
-        width = kernel.sizes.hp if kernel.by_rows else kernel.sizes.hp // 2
-        part = self.warpgroup * jnp.int32(ROWS if kernel.by_rows else width)
-        rows = pl.ds(part, ROWS) if kernel.by_rows else pl.ds(0, ROWS)
-        columns = pl.ds(0, width) if kernel.by_rows else pl.ds(part, width)
+        plgpu.barrier_arrive(refs["ds_full"].at[mine])
+        late = kernel.step(self.tile, step.number - jnp.int32(1)) if self.lag else step
 
         def query_gradient(dq_ref):
-            for w in range(kernel.parts):
-                keys = self.fixed("k_smem", w).at[:, columns]
-                plgpu.wgmma(dq_ref, ds_smem.at[w, :, rows].transpose((1, 0)), keys)
+            self.query_gradient(late, dq_ref)
             plgpu.wgmma(dk_ref, ds, q_smem)
             return plgpu.wgmma_accumulator_load(dq_ref, wait_n=1)
 
         def next_scores(ref):
             # These keep the tensor cores busy while the gradient of queries leaves.
             self.scores_of(step.number + jnp.int32(1), ref)
-            at = (part, jnp.int32(0)) if kernel.by_rows else (jnp.int32(0), part)
-            self.add_query_gradient(dq, step, *at)
+            pl.when(late.number >= 0)(lambda: self.add_part(dq, late))
             return plgpu.wgmma_accumulator_load(ref, wait_n=0)
 
-        dq = pl.run_scoped(query_gradient, plgpu.ACC((ROWS, width), jnp.float32))
+        dq = pl.run_scoped(query_gradient, self.dq_type)
+        if not self.lag:
+            # The other one has come as far: both are done with the step before.
+            self.load("q", step.number + jnp.int32(kernel.config.stages - 1))
+            self.load("do", step.number + jnp.int32(kernel.config.do_stages - 1))
         scores = pl.run_scoped(next_scores, self.acc)
         self.release(step, "q_empty", "do_empty")
         return scores

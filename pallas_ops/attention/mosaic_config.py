@@ -164,24 +164,30 @@ def heuristic(
 ) -> Config:
     """The widest tiles for which there is room.
 
-    A tile of a bias, and heads of more than 128 columns, take the registers of 64 keys. Blocks stay
-    where tiles, or pairs of them under a band, can be shared out evenly; others the card deals out
-    better.
+    A tile of a bias, and heads of more than 128 columns, take the registers of 64 keys. Tiles of
+    three consumers waste most at the edge of a band. Blocks stay where tiles, or pairs of them
+    under a band, can be shared out evenly; others, and long ones, the card deals out better.
     """
     del rest, params
     sizes = Sizes.of(query, key, value)
     producer = not toolchain.ignores_setmaxnreg()
+    wide = sizes.hvp > 128 or (sizes.hp > 128 and not producer)
+    widths = (64,) if "bias" in fields or wide else (128, 64)
+    # Keys that a tile of 128 queries sees at most.
+    seen = sizes.s
+    if spec.left is not None and spec.right is not None:
+        seen = min(seen, spec.left + spec.right + 128)
+    short = banded(spec) and seen <= 1024
     narrow = max(sizes.hp, sizes.hvp) == 64 and producer and "bias" not in fields
-    consumers = 1 if sizes.t <= ROWS else 3 if narrow else 2
+    consumers = 1 if sizes.t <= ROWS else 3 if narrow and not short else 2
     blocks = chips.processors(device_kind)
     even = UNEVEN.isdisjoint(fields)
     if banded(spec):
         pairs, odd = divmod(sizes.b * sizes.n, 2)
         shares = pairs * -(-sizes.t // (ROWS * consumers))
         even &= not odd and shares > 0.9 * blocks * -(-shares // blocks)
+        even &= seen <= 16 * widths[0]
     blocks = blocks if even and producer else 0
-    wide = sizes.hvp > 128 or (sizes.hp > 128 and not producer)
-    widths = (64,) if "bias" in fields or wide else (128, 64)
     made = [Config(block_kv, consumers, 2, blocks, producer) for block_kv in widths]
     return next((c for c in made if sizes.refuse(c) is None), made[-1])
 
