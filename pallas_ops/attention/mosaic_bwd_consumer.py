@@ -60,19 +60,32 @@ class Consumer:
         self.shape = (ROWS, kernel.config.block_q)
         self.acc = plgpu.ACC(self.shape, jnp.float32)
         self.turn: Step | None = None  # that was waited for last
+        # Scores start from lse, not from 0, if they are only scaled, by this.
+        plain = self.spec.soft_cap is None and "bias" not in self.refs and self.spec.scale > 0
+        self.unit = self.spec.scale * LOG2E if plain else None
         self.column = tile.place * jnp.int32(kernel.keys) + part * jnp.int32(ROWS)
         self.k_smem, self.v_smem = (kernel.refs[name].at[part] for name in ("k_smem", "v_smem"))
 
     # Scores and their gradients.
 
     def scores_of(self, number, ref, *, ready: bool = False):
-        """Issues K Q^T of a step; of the one after the last it is of no use."""
+        """Issues K Q^T of a step, less lse; of the one after the last it is of no use."""
         at = lambda name: self.refs[name].at[self.kernel.slot(name, number)]
         if not ready:
             exists = number < self.kernel.steps(self.tile)
             pl.when(exists)(lambda: plgpu.barrier_wait(at("q_full")))
+        if self.unit is not None:
+            lse = plgpu.load(at("lse_smem"), layout=WGMMA.reduce(0))
+            ref[...] = rows_of(lse * (-1.0 / self.unit), self.shape)
         plgpu.wgmma(ref, self.fixed("k_smem", self.part), at("q_smem").transpose((1, 0)))
         return ref
+
+    def weight_gradient(self, step: Step, ref):
+        """Issues V dO^T of a step, less delta where no weight is dropped."""
+        if "seeds" not in self.refs:
+            ref[...] = rows_of(-self.row_vector("delta_smem", step), self.shape)
+        do_smem = self.at("do_smem", step)
+        plgpu.wgmma(ref, self.fixed("v_smem", self.part), do_smem.transpose((1, 0)))
 
     def first_scores(self) -> jax.Array:
         return pl.run_scoped(lambda ref: self.scores_of(jnp.int32(0), ref)[...], self.acc)
@@ -92,7 +105,9 @@ class Consumer:
         if spec.soft_cap is not None:
             scores = jnp.tanh(scores * (unit / spec.soft_cap))
             slope, unit = 1.0 - scores * scores, spec.soft_cap
-        scores = scores * (unit * LOG2E) - rows_of(self.row_vector("lse_smem", step), self.shape)
+        scores = scores * (unit * LOG2E)
+        if self.unit is None:
+            scores = scores - rows_of(self.row_vector("lse_smem", step), self.shape)
         weights = slopes = jnp.exp2(self.masked(scores, seen, step))
         if slope is not None:
             slopes = slopes * slope
@@ -197,10 +212,11 @@ class Consumer:
 
     def score_gradient(self, slopes, dweights, tainted, step: Step) -> jax.Array:
         """Of scores after scale and bias [64, bq]."""
+        ds = dweights
         if "seeds" in self.refs:
-            dweights = jnp.where(slopes < 0.0, 0.0, dweights * self.kernel.kept_scale)
+            ds = jnp.where(slopes < 0.0, 0.0, ds * self.kernel.kept_scale)
+            ds = ds - rows_of(self.row_vector("delta_smem", step), self.shape)
             slopes = jnp.abs(slopes)
-        ds = dweights - rows_of(self.row_vector("delta_smem", step), self.shape)
         if self.kernel.masked:
             # Before the product, which takes the registers of `slopes`.
             select = lambda ds: jnp.where(slopes == 0.0, 0.0, ds)

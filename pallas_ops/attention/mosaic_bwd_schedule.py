@@ -100,7 +100,7 @@ class ByKeys(Consumer):
         def weights_and_gradients(dweights_ref):
             if not kernel.masked:
                 plgpu.barrier_wait(self.at("do_full", step))
-            plgpu.wgmma(dweights_ref, self.fixed("v_smem", self.part), do_smem.transpose((1, 0)))
+            self.weight_gradient(step, dweights_ref)
             weights, slopes = self.weights(scores, step)
             # Issued here it makes the compiler take the exponentials while V dO^T is under way (it
             # would put them off until that is waited for), and goes on beside what follows.
@@ -230,7 +230,7 @@ class ByRole(Consumer):
 
     def step_of_keys(self, step: Step, _, dk_ref):
         kernel, refs = self.kernel, self.refs
-        q_smem, do_smem = self.at("q_smem", step), self.at("do_smem", step)
+        q_smem = self.at("q_smem", step)
         tainted: Any = False
         plgpu.barrier_wait(self.at("do_full", step))
         if kernel.masked:
@@ -238,7 +238,7 @@ class ByRole(Consumer):
             tainted = self.keep_from_masked(step)
 
         def product(dweights_ref):
-            plgpu.wgmma(dweights_ref, self.fixed("v_smem", self.part), do_smem.transpose((1, 0)))
+            self.weight_gradient(step, dweights_ref)
             plgpu.barrier_wait(refs["p_full"])
             return plgpu.wgmma_accumulator_load(dweights_ref, wait_n=0)
 
