@@ -308,7 +308,6 @@ for _operation, _run, _refuse, _tunable in (
             refuse_device=chips.not_hopper,
             platforms=("cuda",),
             tunable=_tunable,
-            automatic=False,
             interpretable=True,
         ),
     )

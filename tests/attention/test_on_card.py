@@ -456,6 +456,20 @@ def test_a9_logits_far_from_zero(length, masked):
             cases.assert_all_near(found, expected, 2e-2 + abs(offset) * 2e-7)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("rise", [20, 60, 400])
+def test_scores_that_rise(rise, dtype, record_property):
+    """From the last keys to the first, within and beyond what float32 has room for."""
+    case = shaped(2, 300, 1000, 4, 2, 128, is_causal=True, q_offset=[690, 0])
+    inputs = cases.inputs("rising", case, dtype)
+    query, key = inputs.floats["query"], inputs.floats["key"]
+    query[:] = np.abs(query) + 0.5
+    key += rise * np.linspace(1, 0, key.shape[1])[:, None, None] / 11
+    for x in (query, key):
+        x[:] = cases.rounded(x, dtype)
+    judge(inputs, record_property, dtype=dtype)
+
+
 def test_dropout_drops_the_same():
     """Equal scores and one-hot values: the output says which weights were kept."""
     b, t, n, s = 2, 300, 4, 256
