@@ -28,6 +28,9 @@ LOG2E = math.log2(math.e)
 # What counts as the maximum of a row that has seen nothing: no score lies below, so that whatever
 # comes has a weight of 1 or more, and -inf one of 0.
 _UNSEEN = float(jnp.finfo(jnp.float32).min)
+# Scores as low as this are a mask by other means, such as a bias of -1e9: the maximum of a row that
+# has seen nothing else follows the scores up.
+_LOW = -(2.0**16)
 # How large a thread's sum of a block's weights may get before the maximum of its row is raised: any
 # number near it does, and one that stays costs nothing. Sums and results are float32; weights are
 # rounded to the products' dtype, and float16 ends at 65504.
@@ -154,9 +157,9 @@ class Consumer:
         return row_vector(_UNSEEN), plgpu.layout_cast(jnp.zeros((ROWS, 8), jnp.float32), WGMMA)
 
     def first_top(self, scores, top):
-        """The maxima of rows that had none."""
-        block_top = jnp.maximum((scores * self.unit).max(axis=1), _UNSEEN)
-        return jnp.where(top <= _UNSEEN, block_top, top)
+        """The maxima of rows that had none, or none but low ones."""
+        block_top = jnp.maximum((scores * self.unit).max(axis=1), top)
+        return jnp.where(top < _LOW, block_top, top)
 
     def weights(self, scores, top) -> tuple[jax.Array, jax.Array]:
         """Weights by what counts as the maximum of the rows, and their sums."""
@@ -164,12 +167,13 @@ class Consumer:
         parts = [weights[:, i : i + 8] for i in range(0, self.shape[1], 8)]
         return weights, functools.reduce(operator.add, parts)
 
-    def lowered(self, acc, top, total, weights):
-        """The same by the maximum of all that was seen, for rows where it rose."""
+    def raised(self, acc, top, total, new_top, weights, sums):
+        """Sums by `top` and a block's weights by `new_top`, brought to the maximum of all."""
         most = jnp.maximum(weights.max(axis=1), 1.0)
-        factor = 1.0 / most
-        times = lambda x: x * columns_of(factor, x.shape)
-        return times(acc), top + jnp.log2(most), times(total), times(weights)
+        times = lambda x, factor: x * columns_of(factor, x.shape)
+        old, new = jnp.exp2(top - new_top) / most, 1.0 / most
+        total = times(total, old) + times(sums, new)
+        return times(acc, old), new_top + jnp.log2(most), total, times(weights, new)
 
     def dropped(self, weights, k):
         """Weights in the products' dtype; what is kept is scaled up at the end."""
@@ -264,17 +268,20 @@ class Consumer:
                 scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
                 plgpu.barrier_arrive(self.at("k_empty", k))
                 scores = self.scores(scores, k)
-                new_top = top
+                new_top, low = top, False
                 if self.kernel.masked:
-                    some_new = mosaic_inline.any_above(-top, -_UNSEEN / 2, WGMMA.reduce(1))
+                    low = mosaic_inline.any_above(-top, -_LOW, WGMMA.reduce(1))
                     first_top = functools.partial(self.first_top, scores, top)
-                    new_top = lax.cond(some_new, first_top, lambda: top)
+                    new_top = lax.cond(low, first_top, lambda: top)
                 new_weights, sums = self.weights(scores, new_top)
                 risen = mosaic_inline.any_above(sums, _MOST[self.kernel.dtype], WGMMA)
                 new_acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
                 plgpu.barrier_arrive(self.at("v_empty", k - 1))
-                new = new_acc, new_top, total + sums, new_weights
-                return lax.cond(risen, self.lowered, lambda *new: new, *new)
+                return lax.cond(
+                    risen | low,
+                    lambda: self.raised(new_acc, top, total, new_top, new_weights, sums),
+                    lambda: (new_acc, top, total + sums, new_weights),
+                )
 
             acc_type = plgpu.ACC(self.acc_shape, jnp.float32)
             *new, new_weights = pl.run_scoped(

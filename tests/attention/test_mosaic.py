@@ -244,6 +244,16 @@ RISES = {
 }
 
 
+@pytest.mark.parametrize("low", [-1e9, float(jnp.finfo(jnp.bfloat16).min)])
+def test_masks_by_a_low_bias(low):
+    """All keys that are visited first in some rows, and all keys of one row where log2 has room."""
+    inputs = cases.inputs("low", SIZES | {"T": 64, "bias": "TS"}, jnp.bfloat16)
+    inputs.floats["bias"][:40, 70:] = cases.rounded(low, jnp.bfloat16)
+    if low > -1e38:
+        inputs.floats["bias"][3] = cases.rounded(low, jnp.bfloat16)
+    assert_right(inputs, *run(SMALL, inputs))
+
+
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("name", RISES)
 def test_scores_that_rise(name, dtype):
