@@ -217,12 +217,10 @@ class Order(NamedTuple):
 
     def place(self, index) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Batch row, head and tile of the index-th."""
-        size = jnp.int32(self.section)
-        head_tiles = jnp.int32(self.section * self.tiles)
-        first = lax.div(index, head_tiles) * size
-        rest = lax.rem(index, head_tiles)
-        # The last section may hold fewer heads.
-        size = jnp.minimum(size, jnp.int32(self.batch * self.heads) - first)
+        # By constants: a division by anything else is a call where kernels are assembled
+        # relocatably, and calls make products wait for each other.
+        size, head_tiles = jnp.int32(self.section), jnp.int32(self.section * self.tiles)
+        first, rest = lax.div(index, head_tiles) * size, lax.rem(index, head_tiles)
         tile, head = lax.div(rest, size), first + lax.rem(rest, size)
         if self.descending:
             tile = jnp.int32(self.tiles - 1) - tile
@@ -246,6 +244,10 @@ _CACHE_BYTES = 16 * 1024 * 1024
 
 
 def section_of(batch_heads: int, group: int, head_bytes: int) -> int:
-    """How many query heads share the cache: whole groups of those that share a kv head."""
-    kv_heads = max(1, _CACHE_BYTES // max(1, head_bytes))
-    return min(batch_heads, kv_heads * group)
+    """How many query heads share the cache: whole groups of those that share a kv head.
+
+    So many that all sections are alike.
+    """
+    kv_heads = batch_heads // group
+    most = max(1, min(kv_heads, _CACHE_BYTES // max(1, head_bytes)))
+    return group * next(n for n in range(most, 0, -1) if kv_heads % n == 0)

@@ -31,8 +31,15 @@ def gradients(config=None, **options):
 
 @pytest.mark.parametrize(
     ("h", "hv", "options"),
-    [(64, 64, {}), (64, 64, CAUSAL), (128, 128, {}), (128, 128, CAUSAL), (256, 256, {})],
-    ids=["64", "64_causal", "128", "128_causal", "256"],
+    [
+        (64, 64, {}),
+        (64, 64, CAUSAL),
+        (128, 128, {}),
+        (128, 128, CAUSAL),
+        (192, 128, CAUSAL),
+        (256, 256, {}),
+    ],
+    ids=["64", "64_causal", "128", "128_causal", "192_128_causal", "256"],
 )
 def test_what_is_chosen_compiles_well(h, hv, options):
     (kernel,) = compile_report.report(attend(**options), arrays(h, hv), "h200")
@@ -49,10 +56,10 @@ def test_producer_asks_for_registers():
     assert (kernel.setmaxnreg_ignored is not None) == toolchain.ignores_setmaxnreg()
 
 
-@pytest.mark.parametrize("h", [64, 128, 256])
-def test_gradients_compile(h):
-    queries, *others = arrays(h)
-    report = compile_report.report(gradients(**CAUSAL), [queries, queries, *others], "h200")
+@pytest.mark.parametrize(("h", "hv"), [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_gradients_compile(h, hv):
+    dout, *_ = arrays(hv)
+    report = compile_report.report(gradients(**CAUSAL), [dout, *arrays(h, hv)], "h200")
     forward, backward = report
     assert backward.setmaxnreg == forward.setmaxnreg
     assert backward.serialized == ()
