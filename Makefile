@@ -11,6 +11,11 @@ ARGS ?=
 # Tests get the processor even where a GPU is present; `make test-gpu` is for the card.
 TEST := -m pytest -n $(WORKERS) --dist worksteal
 
+# What differs by the kernel's code, not by JAX's: half of the time on the oldest.
+NEWEST_ONLY := beside_what or reaches_nothing or keep_their_order or (rise and float16) or \
+  (test_gradients and (bias_of or mask_of or soft_cap or dropout or stages or window or heads_of \
+  or shuffled or past_the))
+
 # Tests start many processes; where this is set, each would compile jax's sources again.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -33,7 +38,7 @@ test-newest: .venv/.stamp
 test-oldest: .venv-oldest/.stamp
 	.venv-oldest/bin/python $(TEST) tests/test_dispatch.py tests/attention/test_mosaic.py \
 	  tests/attention/test_transforms.py tests/grouped_matmul/test_transforms.py \
-	  -k "not beside_what and not reaches_nothing and not keep_their_order" $(ARGS)
+	  -k "not ($(NEWEST_ONLY))" $(ARGS)
 
 test-compile: .venv-compile/.stamp ## the tests that compile for a GPU that is not there
 	.venv-compile/bin/python -m pytest tests/compile $(ARGS)

@@ -368,12 +368,14 @@ def test_refuses_gradients_by_name():
     assert fallen.shape == bias.shape
 
 
-@pytest.mark.parametrize("name", ["segments_shuffled", "wide_groups", "bias_of_keys"])
-def test_additions_keep_their_order(name, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "length"), [("segments_shuffled", 300), ("wide_groups", 190), ("bias_of_keys", 300)]
+)
+def test_additions_keep_their_order(name, length, monkeypatch):
     """Each waits for those of tiles that the grid has started before, and for none else."""
     ran = interpreter.install_semaphores(monkeypatch)
     config, case = BACKWARD_CASES[name]
-    inputs = cases.inputs(name, SIZES | {"S": 300} | case, jnp.bfloat16)
+    inputs = cases.inputs(name, SIZES | {"S": length} | case, jnp.bfloat16)
     assert_gradients_right(inputs, gradients(inputs, "mosaic_gpu", config, deterministic=True))
     assert max(ran.waits) > 0
 
