@@ -41,7 +41,7 @@ test-oldest: .venv-oldest/.stamp
 	  -k "not ($(NEWEST_ONLY))" $(ARGS)
 
 test-compile: .venv-compile/.stamp ## the tests that compile for a GPU that is not there
-	.venv-compile/bin/python -m pytest tests/compile $(ARGS)
+	.venv-compile/bin/python $(TEST) tests/compile $(ARGS)
 
 test-gpu: .venv/.stamp ## the tests that need a GPU, on this machine's
 	XLA_PYTHON_CLIENT_PREALLOCATE=false .venv/bin/python -m pytest -m gpu -n $(GPU_WORKERS) --dist worksteal $(ARGS)
