@@ -1,5 +1,7 @@
 """The Hopper kernels in the interpreter, races detected: values, masks, NaN, what they refuse."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import pallas_ops
 from pallas_ops import chips, testing
+from pallas_ops.attention import mosaic_visibility as visibility
 from pallas_ops.attention.mosaic_config import (
     BackwardConfig,
     Config,
@@ -318,6 +321,21 @@ def test_reductions_across_warps_are_refused():
     kernel = plgpu.kernel(sum_rows, out_type=jax.ShapeDtypeStruct((64,), jnp.float32))
     with pytest.raises(AssertionError, match="take mosaic_inline"):
         kernel(jnp.zeros((64, 64)))
+
+
+@pytest.mark.parametrize(("group", "megabytes"), [(1, 1), (2, 3), (3, 2), (6, 99)])
+def test_order_takes_each_tile_once(group, megabytes):
+    section = visibility.section_of(18, group, megabytes * 2**20)
+    assert 18 % section == 0 and section % group == 0
+    order = visibility.Order(3, 6, 5, section, descending=True)
+    assert order.all == 90
+    every = set(itertools.product(range(3), range(6), range(5)))
+    places = np.asarray(jax.vmap(order.place)(jnp.arange(90, dtype=jnp.int32)))
+    assert set(zip(*places)) == every
+    share, second = (x.ravel() for x in np.indices((45, 2), np.int32))
+    pairs = np.asarray(jax.vmap(order.place_in_pair)(share, second))
+    assert set(zip(*pairs)) == every
+    assert np.ptp(pairs[2].reshape(45, 2).sum(axis=1)) == 0
 
 
 def test_processors():
