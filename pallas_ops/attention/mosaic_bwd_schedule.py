@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class ByKeys(Consumer):
     """One of two that own 64 keys each, and a half of the gradient of the step's queries each.
 
-    The gradient of a step's queries, which needs both, comes a step later: so neither waits for the
-    other, and one has the tensor cores while the other computes.
+    The gradient of a step's queries, which needs both, comes a step later, so that neither waits
+    for the other.
     """
 
     def __init__(self, kernel: "_Backward", warpgroup, tile: Tile):
