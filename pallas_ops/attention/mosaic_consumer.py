@@ -71,6 +71,7 @@ class Consumer:
         self.warpgroup, self.tile, self.steps = warpgroup, tile, steps
         self.repeats = {"k": 1, "v": repeats}
         self.row = (tile.place * jnp.int32(kernel.config.consumers) + warpgroup) * jnp.int32(ROWS)
+        self.met = kernel.met_by_rows(tile, self.row) if kernel.uneven else tile.met
         self.shape = (ROWS, kernel.config.block_kv)  # of a tile of scores
         self.acc_shape = (ROWS, kernel.sizes.hvp)
         # Scores are in units of log2 once they have left `scores`, or are yet to be scaled by this.
@@ -117,7 +118,7 @@ class Consumer:
 
         if kernel.by_tile:
             return mask(scores)
-        partial = (j < tile.met.full_first) | (j >= tile.met.full_end)
+        partial = (j < self.met.full_first) | (j >= self.met.full_end)
         if kernel.segmented:
             partial |= visibility.mixed(self.refs, tile.batch, tile.place, j)
         return lax.cond(partial, mask, lambda scores: scores, scores)
@@ -245,11 +246,13 @@ class Consumer:
         """
         self.load_first()
         stages = jnp.int32(self.kernel.config.stages)
+        first, last = (self.tile.met.end - end for end in (self.met.end, self.met.first + jnp.int32(1)))
         plgpu.barrier_wait(self.refs["q_full"].at[self.warpgroup])
-        scores = self.start(jnp.int32(0))
+        self.pass_over(jnp.int32(0), first)
+        scores = self.start(first)
         top = self.first_top(scores, self.nothing()[0])
         weights, total = self.weights(scores, top)
-        weights = self.dropped(weights, jnp.int32(0))
+        weights = self.dropped(weights, first)
         acc = plgpu.layout_cast(jnp.zeros(self.acc_shape, jnp.float32), WGMMA)
 
         def one_block(k, carry):
@@ -289,15 +292,27 @@ class Consumer:
             )
             return *new, self.dropped(new_weights, k)
 
-        last = self.tile.met.blocks - jnp.int32(1)
         acc, top, total, weights = lax.fori_loop(
-            jnp.int32(1), last + jnp.int32(1), one_block, (acc, top, total, weights)
+            first + jnp.int32(1), last + jnp.int32(1), one_block, (acc, top, total, weights)
         )
         self.release_queries(early=True)
         plgpu.barrier_wait(self.at("v_full", last))
         acc = self.product_with_values(acc, weights, last)
         plgpu.barrier_arrive(self.at("v_empty", last))
+        self.pass_over(last + jnp.int32(1), self.tile.met.blocks)
         return acc, top, total
+
+    def pass_over(self, start, end):
+        """Gives back blocks [start, end) of the tile's, which only other consumers' rows see."""
+        if not self.kernel.uneven:
+            return
+
+        def one_block(k, _):
+            for which in ("k", "v"):
+                plgpu.barrier_wait(self.at(f"{which}_full", k))
+                plgpu.barrier_arrive(self.at(f"{which}_empty", k))
+
+        lax.fori_loop(start, end, one_block, None)
 
     def attend_guarded(self):
         """As `attend`, by the maximum of each step.

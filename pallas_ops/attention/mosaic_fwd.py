@@ -88,6 +88,9 @@ class _Forward:
             self.inputs
         )
         self.masked = self.hiding or self.bounded
+        # Whether consumers' rows may differ in which of the tile's blocks they see. Not where one
+        # of them loads what the others need.
+        self.uneven = banded and config.producer and config.rows > config.block_kv
         self.shares_output = sizes.shares_output(config)
         # First column and width: what results take the place of is as wide as they are.
         width = sizes.hvp if self.shares_output else sizes.hp
@@ -187,6 +190,13 @@ class _Forward:
         if self.segmented:
             met = met.within(*(self.refs["span"][batch, i, e] for e in (0, 1)))
         return Tile(batch, head, i, lengths, met)
+
+    def met_by_rows(self, tile: Tile, row) -> visibility.Range:
+        """The blocks that a consumer's rows meet of the tile's; one at least."""
+        bkv, (first, end, *_) = self.config.block_kv, tile.met
+        own = visibility.kv_blocks(self.spec, tile.lengths, row, ROWS, bkv, self.blocks)
+        first = jnp.clip(own.first, first, end - jnp.int32(1))
+        return own._replace(first=first, end=jnp.clip(own.end, first + jnp.int32(1), end))
 
     def _place(self, index):
         """Batch row, head and tile of the index-th that this block takes."""
