@@ -18,6 +18,7 @@ from pallas_ops.attention import mosaic_config, tiles
 from pallas_ops.attention import mosaic_visibility as visibility
 from pallas_ops.attention.mosaic_bwd_consumer import PART, Step, Tile
 from pallas_ops.attention.mosaic_bwd_schedule import ByKeys, ByRole
+from pallas_ops.attention.mosaic_bwd_turns import Turns
 from pallas_ops.attention.mosaic_config import READ_BY_TILE, ROWS, BackwardConfig, Sizes
 from pallas_ops.attention.mosaic_consumer import LOG2E
 from pallas_ops.attention.mosaic_visibility import pad
@@ -40,16 +41,19 @@ def backward(
 ):
     """Gradients of query, key, value, bias and sinks (or None), the last two unrounded."""
     sizes = Sizes.of(operands.query, operands.key, operands.value)
+    # NaN where any is, else infinite where any is. With the sums in one pass over cotangents, which
+    # XLA would take again for whatever becomes of either.
+    largest = jnp.max(jnp.abs(dout), axis=3).astype(jnp.float32)
     delta = tiles.row_sums(operands.query.dtype, out, dout, lse, dlse)
+    delta, largest = lax.optimization_barrier((delta, largest))
     dsinks = tiles.sink_gradient(operands, lse, delta)
     # Weights of a row that sees nothing are exp2(-inf). One whose cotangent is NaN passes it on.
     dead = lse == -jnp.inf
     if operands.query_lengths is not None:
         dead |= jnp.arange(sizes.t)[None, :, None] >= operands.query_lengths[:, None, None]
-    tainted = jnp.any(jnp.isnan(dout), axis=3)
-    rows = jnp.where(dead, jnp.inf, jnp.where(tainted, jnp.nan, lse * LOG2E))
+    rows = jnp.where(dead, jnp.inf, jnp.where(jnp.isnan(largest), jnp.nan, lse * LOG2E))
     delta = jnp.where(dead, 0, delta)
-    suspects = _suspects(operands, lse, dout, delta, dead)
+    suspects = _suspects(operands, lse, largest, delta, dead)
     kernel = _Backward(operands, dout, rows, delta, suspects, spec, config, sizes, bias_gradient)
     dq, dk, dv, *dbias = kernel()
     dq = (dq[:, : sizes.t, :, : sizes.h] * spec.scale).astype(operands.query.dtype)
@@ -57,13 +61,13 @@ def backward(
     return dq, dk, dv, kernel.bias_gradient(*dbias) if dbias else None, dsinks
 
 
-def _suspects(operands: Operands, lse, dout, delta, dead) -> jax.Array:
+def _suspects(operands: Operands, lse, largest, delta, dead) -> jax.Array:
     """Rows [B, T, N] of which query, cotangent or delta may not be finite.
 
     Where lse is finite the query is, too, if the row sees any key. One that sees none has -inf
     there, or the sink.
     """
-    finite = jnp.isfinite(lse) & jnp.isfinite(delta) & jnp.all(jnp.isfinite(dout), axis=3)
+    finite = jnp.isfinite(lse) & jnp.isfinite(delta) & jnp.isfinite(largest)
     if operands.sinks is not None:
         sinks = operands.sinks[:, None, :]
         finite &= jnp.abs(lse - sinks) > 1e-3 * (1 + jnp.abs(sinks))
@@ -94,6 +98,18 @@ class _Backward:
         self.tiles = -(-sizes.s // self.keys)
         # Each consumer computes 64 queries' gradient, or a part of its columns.
         self.by_rows = config.block_q == _CONSUMERS * ROWS
+        # Additions come a step late, so that neither consumer waits for the other. Not where the
+        # first of them loads what both are done with, nor where the order of additions to two
+        # gradients is that of steps.
+        ordered = spec.deterministic and bias_gradient
+        self.lag = int(config.producer and not sizes.by_role and not ordered)
+        self.producer_takes_turns = spec.deterministic and bool(self.lag)
+        # Towards the diagonal where order matters: tiles that start together then meet a block at
+        # the same time or later than those that add to it before.
+        self.descending = spec.deterministic and spec.right is not None
+        # Whether consumers' keys may differ in which of the tile's first steps they see.
+        narrow = config.block_q < self.keys
+        self.uneven = bool(self.lag) and narrow and spec.right is not None and not self.descending
         self.kept_scale = 1.0 if operands.seeds is None else 1.0 / (1.0 - spec.dropout_rate)
         self.inputs = self._inputs(operands, dout, lse, delta)
         self.segmented = "span" in self.inputs
@@ -113,7 +129,7 @@ class _Backward:
             self.inputs["suspects"] = suspects.max(axis=3)
         kv_heads = sizes.n // sizes.group
         head_bytes = 2 * sizes.t * sizes.group * (sizes.h + sizes.hv)
-        section = visibility.section_of(sizes.b * kv_heads, 1, head_bytes)
+        section = visibility.section_of(sizes.b * kv_heads, 1, head_bytes, self.tiles)
         self.order = visibility.Order(
             sizes.b, kv_heads, self.tiles, section if banded else 1, descending=False
         )
@@ -253,17 +269,21 @@ class _Backward:
         if config.producer:
             barriers = lambda count: plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=count)
             scratch |= dict(q_empty=barriers(stages), do_empty=barriers(do_stages))
+        if self.producer_takes_turns:
+            scratch |= dict(turn=plgpu.Barrier(), added=plgpu.Barrier(num_arrivals=_CONSUMERS))
         if sizes.by_role:
             scratch |= dict(p_smem=tile(ROWS, bq), ds_smem=tile(1, ROWS, bq))
             scratch |= dict(p_full=plgpu.Barrier(), ds_full=plgpu.Barrier())
         else:
             barriers = plgpu.Barrier(num_barriers=2 * parts)
             scratch |= dict(ds_smem=tile(2 * parts, ROWS, bq), ds_full=barriers, ds_empty=barriers)
+            scratch["products"] = plgpu.Barrier(num_barriers=parts)
         if self.dbias_of in ("keys", "queries"):
             size = ROWS if self.dbias_of == "keys" else bq
             scratch["vector_smem"] = plgpu.SMEM((_CONSUMERS, size), jnp.float32)
-        if self.dbias_of == "queries":
-            scratch["reduction_smem"] = plgpu.SMEM((_CONSUMERS, 512), jnp.float32)
+        if self.masked or self.dbias_of == "queries":
+            size = 512 if self.dbias_of == "queries" else 128
+            scratch["reduction_smem"] = plgpu.SMEM((_CONSUMERS, size), jnp.float32)
         return scratch
 
     def _body(self):
@@ -317,7 +337,7 @@ class _Backward:
             member = member.astype(jnp.int32)
             head = head * jnp.int32(group) + member
             block = number - member * met.blocks
-        block = met.first + block
+        block = met.end - jnp.int32(1) - block if self.descending else met.first + block
         partial = (block < met.full_first) | (block >= met.full_end)
         if "query_lengths" in self.refs:
             partial |= (block + jnp.int32(1)) * bq > tile.lengths.query
@@ -350,14 +370,23 @@ class _Backward:
 
     def _produce(self, tile: Tile):
         self.load_keys(tile)
+        steps, turns = self.steps(tile), Turns(self, None, tile)
 
-        def one_step(number, _):
+        def load(number):
             for which, stages in (("q", self.config.stages), ("do", self.config.do_stages)):
                 empty = self.refs[f"{which}_empty"].at[self.slot(f"{which}_", number)]
                 pl.when(number >= stages)(lambda empty=empty: plgpu.barrier_wait(empty))
                 self.load(which, tile, number)
 
-        lax.fori_loop(jnp.int32(0), self.steps(tile), one_step, None)
+        def one_step(number, _):
+            if not self.producer_takes_turns:
+                load(number)
+            else:
+                pl.when(number < steps)(lambda: load(number))
+                turns.serve(number)
+
+        ahead = jnp.int32(Turns.AHEAD if self.producer_takes_turns else 0)
+        lax.fori_loop(jnp.int32(0), steps + ahead, one_step, None)
 
     def together(self):
         """A barrier of the consumers."""

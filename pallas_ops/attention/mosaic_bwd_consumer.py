@@ -5,6 +5,7 @@ Tiles of scores are transposed, [keys, queries], and in units of log2.
 
 import functools
 import itertools
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_ops import mosaic_inline
 from pallas_ops.attention import dropout
 from pallas_ops.attention import mosaic_visibility as visibility
+from pallas_ops.attention.mosaic_bwd_turns import Turns
 from pallas_ops.attention.mosaic_config import ROWS
 from pallas_ops.attention.mosaic_consumer import LOG2E
 from pallas_ops.attention.mosaic_visibility import WGMMA, columns_of, rows_of
@@ -44,12 +46,6 @@ class Step(NamedTuple):
     number: jax.Array  # steps before this one
     partial: jax.Array  # whether anything in it may be masked
 
-    def before(self, met: visibility.Range) -> tuple[jax.Array, jax.Array]:
-        """Head and block of the step before."""
-        first = self.block == met.first
-        block = jnp.where(first, met.end, self.block) - jnp.int32(1)
-        return jnp.where(first, self.head - jnp.int32(1), self.head), block
-
 
 class Consumer:
     """What consumers have in common: 64 keys, the scores of a step, adding to gradients."""
@@ -59,7 +55,7 @@ class Consumer:
         self.warpgroup, self.tile, self.part = warpgroup, tile, part
         self.shape = (ROWS, kernel.config.block_q)
         self.acc = plgpu.ACC(self.shape, jnp.float32)
-        self.turn: Step | None = None  # that was waited for last
+        self.turns = Turns(kernel, warpgroup, tile)
         # Scores start from lse, not from 0, if they are only scaled, by this.
         plain = self.spec.soft_cap is None and "bias" not in self.refs and self.spec.scale > 0
         self.unit = self.spec.scale * LOG2E if plain else None
@@ -87,8 +83,8 @@ class Consumer:
         do_smem = self.at("do_smem", step)
         plgpu.wgmma(ref, self.fixed("v_smem", self.part), do_smem.transpose((1, 0)))
 
-    def first_scores(self) -> jax.Array:
-        return pl.run_scoped(lambda ref: self.scores_of(jnp.int32(0), ref)[...], self.acc)
+    def first_scores(self, number=0) -> jax.Array:
+        return pl.run_scoped(lambda ref: self.scores_of(jnp.int32(number), ref)[...], self.acc)
 
     def weights(self, scores, step: Step) -> tuple[jax.Array, jax.Array]:
         """Weights of raw products [64, bq], as the left operand for values, and `slopes`.
@@ -228,10 +224,18 @@ class Consumer:
     def make_finite(self, *refs):
         """Keys or values: a row that sees one that is not has a NaN for lse or delta already."""
         if self.kernel.masked:
-            for ref in refs:
-                self._make_finite(ref)
+            pl.when(self._any_not_finite(*refs))(lambda: self._make_finite(*refs))
             plgpu.commit_smem()
             self.kernel.together()
+
+    def _any_not_finite(self, *refs) -> jax.Array:
+        nothing = jnp.zeros((64, 64), refs[0].dtype)
+        total = plgpu.layout_cast(nothing, WGMMA)
+        for part in _squares(*refs):
+            total += plgpu.load(part, layout=WGMMA) * jnp.asarray(0, refs[0].dtype)
+        rows = total.astype(jnp.float32).sum(axis=1)
+        scratch = self.refs["reduction_smem"].at[self.warpgroup]
+        return mosaic_inline.reduce_rows("max", jnp.where(rows != rows, 1.0, 0.0), scratch) > 0
 
     def keep_from_masked(self, step: Step) -> jax.Array:
         """Puts 0 for what is not finite of queries and cotangents: 0 times NaN is NaN.
@@ -249,8 +253,7 @@ class Consumer:
 
                 @pl.when(self.warpgroup == 0)
                 def _():
-                    for name in ("q_smem", "do_smem"):
-                        self._make_finite(self.at(name, step))
+                    self._make_finite(self.at("q_smem", step), self.at("do_smem", step))
                     plgpu.commit_smem()
 
                 self.kernel.together()
@@ -259,44 +262,12 @@ class Consumer:
 
         return lax.cond(step.partial, check, lambda: jnp.bool_(False))
 
-    def _make_finite(self, ref):
-        # By squares, so that few registers are taken at a time.
-        for row, column in itertools.product(*(range(0, size, 64) for size in ref.shape)):
-            part = ref.at[pl.ds(row, 64), pl.ds(column, 64)]
+    def _make_finite(self, *refs):
+        for part in _squares(*refs):
             x = plgpu.load(part, layout=WGMMA).astype(jnp.float32)
             part[...] = jnp.where(jnp.abs(x) < jnp.inf, x, 0.0).astype(part.dtype)
 
     # Results.
-
-    def await_turn(self, step: Step):
-        """Where order matters, waits until tiles before this one have added to the step's block.
-
-        Tiles of lower numbers come first: those are under way when this one starts.
-        """
-        if self.spec.deterministic and self.turn is not step:
-            self.turn = step
-            plgpu.wait_smem_to_gmem(0)
-            pl.when(step.number > 0)(lambda: self._pass_turn(step.before(self.tile.met)))
-            turn = self.refs["turns"][self.tile.batch, self.tile.place, step.block]
-            done = self._done(step.head, step.block)
-            plgpu.semaphore_wait(done, turn, decrement=False, memory_scope="gpu")
-
-    def finish_turns(self):
-        """Waits for all that was added or stored."""
-        plgpu.wait_smem_to_gmem(0)
-        if self.spec.deterministic:
-            met, group = self.tile.met, jnp.int32(self.kernel.sizes.group)
-            last = self.tile.head * group + group - jnp.int32(1), met.end - jnp.int32(1)
-            pl.when(met.blocks > 0)(lambda: self._pass_turn(last))
-
-    def _pass_turn(self, at):
-        plgpu.semaphore_signal(self._done(*at), memory_scope="gpu")
-
-    def _done(self, head, block):
-        """The count of this consumer's additions to a block of queries."""
-        sizes, blocks = self.kernel.sizes, self.kernel.blocks
-        index = (self.tile.batch * jnp.int32(sizes.n) + head) * jnp.int32(blocks) + block
-        return self.refs["done"].at[index * jnp.int32(2) + self.warpgroup]
 
     def add(self, x, staging, target):
         """Adds x to global memory, by way of `staging`."""
@@ -308,7 +279,7 @@ class Consumer:
     def add_query_gradient(self, dq, step: Step, first_row, first_column):
         """Adds dq [64, columns] at a place in the step's block."""
         rows, refs = pl.ds(step.row + first_row, ROWS), self.refs
-        self.await_turn(step)
+        self.turns.wait(step)
         for part in range(0, dq.shape[1], PART):
             columns = pl.ds(first_column + jnp.int32(part), PART)
             target = refs["dq"].at[self.tile.batch, rows, step.head, columns]
@@ -319,7 +290,7 @@ class Consumer:
         refs, (_, bq) = self.refs, self.shape
         if "dbias" not in refs:
             return
-        self.await_turn(step)
+        self.turns.wait(step)
         keys, batch, head = pl.ds(self.column, ROWS), self.tile.batch, step.head
         match self.kernel.dbias_of:
             case "pairs":  # [1|B, 1|N, S, T]
@@ -384,10 +355,17 @@ class Consumer:
             for name in names:
                 plgpu.barrier_arrive(self.at(name, step))
 
-    def each_step(self, run, carry):
+    def each_step(self, run, carry, first=0):
         kernel, tile = self.kernel, self.tile
         one_step = lambda number, carry: run(kernel.step(tile, number), carry)
-        lax.fori_loop(jnp.int32(0), kernel.steps(tile), one_step, carry)
+        lax.fori_loop(jnp.int32(first), kernel.steps(tile), one_step, carry)
+
+
+def _squares(*refs) -> Iterator:
+    """Parts of tiles by [64, 64], so that few registers are taken at a time."""
+    for ref in refs:
+        for row, column in itertools.product(*(range(0, size, 64) for size in ref.shape)):
+            yield ref.at[pl.ds(row, 64), pl.ds(column, 64)]
 
 
 def _columns(x, first: int) -> jax.Array:

@@ -9,6 +9,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_ops.attention import mosaic_visibility as visibility
 from pallas_ops.attention.mosaic_bwd_consumer import PART, Consumer, Step, Tile
 from pallas_ops.attention.mosaic_config import ROWS
 from pallas_ops.attention.mosaic_visibility import WGMMA
@@ -27,10 +28,11 @@ class ByKeys(Consumer):
     def __init__(self, kernel: "_Backward", warpgroup, tile: Tile):
         super().__init__(kernel, warpgroup, tile, part=warpgroup)
         self.other = jnp.int32(1) - warpgroup
-        # Not where the first of them loads what both are done with, nor where the order of
-        # additions to two gradients is that of steps.
-        ordered = kernel.spec.deterministic and kernel.bias is not None
-        self.lag = int(kernel.config.producer and not ordered)
+        self.lag = kernel.lag
+        # Whether they issue most products one after the other, so that one computes beside the
+        # other's; together they would both issue, and then both compute. At 128 columns the card
+        # draws all the power it may either way.
+        self.in_turns = self.lag and kernel.by_rows
         # This consumer's part of the gradient of queries, [64, width].
         self.width = kernel.sizes.hp if kernel.by_rows else kernel.sizes.hp // 2
         start = warpgroup * jnp.int32(ROWS if kernel.by_rows else self.width)
@@ -47,8 +49,13 @@ class ByKeys(Consumer):
         sizes = self.kernel.sizes
 
         def sums(dk_ref, dv_ref):
-            first = self.first_scores()
-            self.each_step(lambda step, raw: self.step(step, raw, dk_ref, dv_ref), first)
+            first = self.pass_over()
+            scores = self.first_scores(first)
+            if self.in_turns:
+                pl.when(self.warpgroup == 1)(self.pass_products)
+            self.each_step(lambda step, raw: self.step(step, raw, dk_ref, dv_ref), scores, first)
+            if self.in_turns:
+                pl.when(self.warpgroup == 0)(self.await_products)
             return dk_ref[...], dv_ref[...]
 
         accumulator = lambda width: plgpu.ACC((ROWS, width), jnp.float32)
@@ -57,10 +64,44 @@ class ByKeys(Consumer):
             last = self.kernel.step(self.tile, self.kernel.steps(self.tile) - jnp.int32(1))
             dq = pl.run_scoped(lambda ref: self.query_gradient(last, ref)[...], self.dq_type)
             self.add_part(dq, last)
+            self.turns.added()
         self.kernel.together()  # the other one reads these keys, too
         self.store(dk * self.spec.scale, self.k_smem, "dk")
         self.store(dv * self.kernel.kept_scale, self.v_smem, "dv")
-        self.finish_turns()
+        self.turns.finish()
+
+    def pass_over(self):
+        """Does without products what the other consumer needs of the first step, and says 1.
+
+        If all of it is masked for these keys, as it is beyond a diagonal; else says 0.
+        """
+        kernel, tile, refs = self.kernel, self.tile, self.refs
+        if not kernel.uneven:
+            return jnp.int32(0)
+        own = visibility.q_blocks(
+            self.spec, tile.lengths, self.column, ROWS, kernel.config.block_q, kernel.blocks
+        )
+        hidden = own.first > tile.met.first
+
+        @pl.when(hidden)
+        def _():
+            step = kernel.step(tile, jnp.int32(0))
+            plgpu.barrier_wait(self.at("q_full", step))
+            plgpu.barrier_wait(self.at("do_full", step))
+            self.keep_from_masked(step)
+            mine = self.ds_at(self.warpgroup, step.number)
+            refs["ds_smem"].at[mine][...] = jnp.zeros(self.shape, kernel.dtype)
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(refs["ds_full"].at[mine])
+            self.release(step, "q_empty", "do_empty")
+
+        return hidden.astype(jnp.int32)
+
+    def await_products(self):
+        plgpu.barrier_wait(self.refs["products"].at[self.warpgroup])
+
+    def pass_products(self):
+        plgpu.barrier_arrive(self.refs["products"].at[self.other])
 
     @property
     def dq_type(self):
@@ -124,9 +165,14 @@ class ByKeys(Consumer):
             plgpu.wgmma(dk_ref, ds, q_smem)
             return plgpu.wgmma_accumulator_load(dq_ref, wait_n=1)
 
+        if self.in_turns:
+            self.await_products()
+
         def next_scores(ref):
             # These keep the tensor cores busy while the gradient of queries leaves.
             self.scores_of(step.number + jnp.int32(1), ref)
+            if self.in_turns:
+                self.pass_products()
             pl.when(late.number >= 0)(lambda: self.add_part(dq, late))
             return plgpu.wgmma_accumulator_load(ref, wait_n=0)
 
@@ -137,6 +183,8 @@ class ByKeys(Consumer):
             self.load("do", step.number + jnp.int32(kernel.config.do_stages - 1))
         scores = pl.run_scoped(next_scores, self.acc)
         self.release(step, "q_empty", "do_empty")
+        if self.lag:
+            pl.when(late.number >= 0)(self.turns.added)
         return scores
 
 
@@ -167,7 +215,7 @@ class ByRole(Consumer):
     def finish(self, gradient, smem, name: str):
         self.kernel.together()  # both read keys and values
         self.store(gradient, smem, name)
-        self.finish_turns()
+        self.turns.finish()
 
     def run_values(self):
         self.start()

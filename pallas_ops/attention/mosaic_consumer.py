@@ -246,7 +246,9 @@ class Consumer:
         """
         self.load_first()
         stages = jnp.int32(self.kernel.config.stages)
-        first, last = (self.tile.met.end - end for end in (self.met.end, self.met.first + jnp.int32(1)))
+        first, last = (
+            self.tile.met.end - end for end in (self.met.end, self.met.first + jnp.int32(1))
+        )
         plgpu.barrier_wait(self.refs["q_full"].at[self.warpgroup])
         self.pass_over(jnp.int32(0), first)
         scores = self.start(first)

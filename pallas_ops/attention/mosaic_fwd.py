@@ -68,7 +68,7 @@ class _Forward:
         # Tiles of one length need no order by length: those of one head follow each other.
         banded = mosaic_config.banded(spec)
         head_bytes = 2 * sizes.s * (sizes.h + sizes.hv)
-        section = visibility.section_of(sizes.b * sizes.n, sizes.group, head_bytes)
+        section = visibility.section_of(sizes.b * sizes.n, sizes.group, head_bytes, self.tiles)
         self.order = visibility.Order(
             sizes.b,
             sizes.n,

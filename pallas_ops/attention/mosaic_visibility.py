@@ -241,13 +241,25 @@ class Order(NamedTuple):
 # Of heads that blocks which run together may share in the L2 cache: half of an H200's 50 MB is on
 # the far side of the chip, and what is read from there may be held twice.
 _CACHE_BYTES = 16 * 1024 * 1024
+# A section with fewer tiles leaves multiprocessors idle at its end: a Hopper card has up to 132.
+_FEWEST_TILES = 200
 
 
-def section_of(batch_heads: int, group: int, head_bytes: int) -> int:
+def section_of(batch_heads: int, group: int, head_bytes: int, tiles: int) -> int:
     """How many query heads share the cache: whole groups of those that share a kv head.
 
-    So many that all sections are alike.
+    Args:
+      batch_heads: query heads of all batch rows.
+      group: query heads of a kv head.
+      head_bytes: what the tiles of a kv head read.
+      tiles: of a query head.
+
+    Returns:
+      A number such that all sections are alike.
     """
     kv_heads = batch_heads // group
-    most = max(1, min(kv_heads, _CACHE_BYTES // max(1, head_bytes)))
-    return group * next(n for n in range(most, 0, -1) if kv_heads % n == 0)
+    most = min(kv_heads, max(1, _CACHE_BYTES // max(1, head_bytes)))
+    counts = [n for n in range(1, kv_heads + 1) if kv_heads % n == 0]
+    best = max(n for n in counts if n <= most)
+    even = [n for n in counts if n * group * tiles >= _FEWEST_TILES]
+    return group * max(best, min(even, default=kv_heads))

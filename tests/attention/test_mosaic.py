@@ -341,7 +341,7 @@ def test_reductions_across_warps_are_refused():
 
 @pytest.mark.parametrize(("group", "megabytes"), [(1, 1), (2, 3), (3, 2), (6, 99)])
 def test_order_takes_each_tile_once(group, megabytes):
-    section = visibility.section_of(18, group, megabytes * 2**20)
+    section = visibility.section_of(18, group, megabytes * 2**20, 200)
     assert 18 % section == 0 and section % group == 0
     order = visibility.Order(3, 6, 5, section, descending=True)
     assert order.all == 90
@@ -352,6 +352,15 @@ def test_order_takes_each_tile_once(group, megabytes):
     pairs = np.asarray(jax.vmap(order.place_in_pair)(share, second))
     assert set(zip(*pairs)) == every
     assert np.ptp(pairs[2].reshape(45, 2).sum(axis=1)) == 0
+
+
+def test_sections_of_heads():
+    """As many as the cache holds, but enough for all multiprocessors, and all alike."""
+    megabytes = lambda n: n * 2**20
+    assert visibility.section_of(32, 1, megabytes(5), 200) == 2
+    assert visibility.section_of(32, 1, megabytes(99), 32) == 8
+    assert visibility.section_of(18, 3, megabytes(99), 32) == 9
+    assert visibility.section_of(6, 2, megabytes(99), 1) == 6
 
 
 def test_processors():
