@@ -25,6 +25,7 @@ from pallas_ops.attention.mosaic_visibility import pad
 from pallas_ops.attention.validate import Operands, Spec
 
 _CONSUMERS = 2
+_FEW_TILES = 13
 _SWIZZLE = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 _SWIZZLE_32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
 
@@ -103,7 +104,8 @@ class _Backward:
         # gradients is that of steps.
         ordered = spec.deterministic and bias_gradient
         self.lag = int(config.producer and not sizes.by_role and not ordered)
-        self.producer_takes_turns = spec.deterministic and bool(self.lag)
+        self.producer_takes_turns = spec.deterministic and config.producer and not bias_gradient
+        self.stages = min(config.stages, config.do_stages)  # between loads and their use
         # Towards the diagonal where order matters: tiles that start together then meet a block at
         # the same time or later than those that add to it before.
         self.descending = spec.deterministic and spec.right is not None
@@ -129,10 +131,12 @@ class _Backward:
             self.inputs["suspects"] = suspects.max(axis=3)
         kv_heads = sizes.n // sizes.group
         head_bytes = 2 * sizes.t * sizes.group * (sizes.h + sizes.hv)
-        section = visibility.section_of(sizes.b * kv_heads, 1, head_bytes, self.tiles)
-        self.order = visibility.Order(
-            sizes.b, kv_heads, self.tiles, section if banded else 1, descending=False
-        )
+        # Where order matters tiles of a head that run together start one after the other: more
+        # heads share the card, as if they had few tiles.
+        tiles = min(self.tiles, _FEW_TILES) if spec.deterministic else self.tiles
+        section = visibility.section_of(sizes.b * kv_heads, 1, head_bytes, tiles)
+        section = section if banded or spec.deterministic else 1
+        self.order = visibility.Order(sizes.b, kv_heads, self.tiles, section, descending=False)
         self.bias = operands.bias if bias_gradient else None
         self.refs: dict[str, Any] = {}
 
@@ -270,7 +274,8 @@ class _Backward:
             barriers = lambda count: plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=count)
             scratch |= dict(q_empty=barriers(stages), do_empty=barriers(do_stages))
         if self.producer_takes_turns:
-            scratch |= dict(turn=plgpu.Barrier(), added=plgpu.Barrier(num_arrivals=_CONSUMERS))
+            scratch["turn"] = plgpu.Barrier(num_barriers=2)
+            scratch["added"] = plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=2)
         if sizes.by_role:
             scratch |= dict(p_smem=tile(ROWS, bq), ds_smem=tile(1, ROWS, bq))
             scratch |= dict(p_full=plgpu.Barrier(), ds_full=plgpu.Barrier())
@@ -385,8 +390,7 @@ class _Backward:
                 pl.when(number < steps)(lambda: load(number))
                 turns.serve(number)
 
-        ahead = jnp.int32(Turns.AHEAD if self.producer_takes_turns else 0)
-        lax.fori_loop(jnp.int32(0), steps + ahead, one_step, None)
+        lax.fori_loop(jnp.int32(0), steps + jnp.int32(turns.after_loads), one_step, None)
 
     def together(self):
         """A barrier of the consumers."""

@@ -83,7 +83,7 @@ class Consumer:
         do_smem = self.at("do_smem", step)
         plgpu.wgmma(ref, self.fixed("v_smem", self.part), do_smem.transpose((1, 0)))
 
-    def first_scores(self, number=0) -> jax.Array:
+    def first_scores(self, number: jax.Array | int = 0) -> jax.Array:
         return pl.run_scoped(lambda ref: self.scores_of(jnp.int32(number), ref)[...], self.acc)
 
     def weights(self, scores, step: Step) -> tuple[jax.Array, jax.Array]:
@@ -355,7 +355,7 @@ class Consumer:
             for name in names:
                 plgpu.barrier_arrive(self.at(name, step))
 
-    def each_step(self, run, carry, first=0):
+    def each_step(self, run, carry, first: jax.Array | int = 0):
         kernel, tile = self.kernel, self.tile
         one_step = lambda number, carry: run(kernel.step(tile, number), carry)
         lax.fori_loop(jnp.int32(first), kernel.steps(tile), one_step, carry)

@@ -63,8 +63,9 @@ class ByKeys(Consumer):
         if self.lag:
             last = self.kernel.step(self.tile, self.kernel.steps(self.tile) - jnp.int32(1))
             dq = pl.run_scoped(lambda ref: self.query_gradient(last, ref)[...], self.dq_type)
+            self.turns.added(last.number - jnp.int32(1))
             self.add_part(dq, last)
-            self.turns.added()
+            self.turns.added(last.number)
         self.kernel.together()  # the other one reads these keys, too
         self.store(dk * self.spec.scale, self.k_smem, "dk")
         self.store(dv * self.kernel.kept_scale, self.v_smem, "dv")
@@ -146,6 +147,7 @@ class ByKeys(Consumer):
             # Issued here it makes the compiler take the exponentials while V dO^T is under way (it
             # would put them off until that is waited for), and goes on beside what follows.
             plgpu.wgmma(dv_ref, weights, do_smem)
+            self.turns.added(step.number - jnp.int32(2))
             dweights = plgpu.wgmma_accumulator_load(dweights_ref, wait_n=1)
             return self.score_gradient(slopes, dweights, tainted, step)
 
@@ -183,8 +185,6 @@ class ByKeys(Consumer):
             self.load("do", step.number + jnp.int32(kernel.config.do_stages - 1))
         scores = pl.run_scoped(next_scores, self.acc)
         self.release(step, "q_empty", "do_empty")
-        if self.lag:
-            pl.when(late.number >= 0)(self.turns.added)
         return scores
 
 
@@ -215,6 +215,7 @@ class ByRole(Consumer):
     def finish(self, gradient, smem, name: str):
         self.kernel.together()  # both read keys and values
         self.store(gradient, smem, name)
+        self.turns.added(self.kernel.steps(self.tile) - jnp.int32(1))
         self.turns.finish()
 
     def run_values(self):
@@ -247,6 +248,7 @@ class ByRole(Consumer):
         plgpu.commit_smem()
         self.release(step, "q_empty")
         plgpu.barrier_arrive(refs["p_full"])
+        self.turns.added(step.number - jnp.int32(1))
         if not kernel.masked:
             plgpu.barrier_wait(self.at("do_full", step))
         first, end = self.columns_beside_values
@@ -291,6 +293,7 @@ class ByRole(Consumer):
             return plgpu.wgmma_accumulator_load(dweights_ref, wait_n=0)
 
         dweights = pl.run_scoped(product, self.acc)
+        self.turns.added(step.number - jnp.int32(1))
         slopes = plgpu.load(refs["p_smem"], layout=WGMMA).astype(jnp.float32)
         ds = self.score_gradient(slopes, dweights, tainted, step)
         self.add_bias_gradient(ds, step)
@@ -305,6 +308,7 @@ class ByRole(Consumer):
         first, end = self.columns_beside_keys
         if first == end:
             plgpu.wgmma(dk_ref, ds, q_smem)
+            self.turns.wait(step)
         else:
 
             def query_gradient(dq_ref):

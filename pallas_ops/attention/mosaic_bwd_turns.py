@@ -4,13 +4,14 @@ Each tile adds to a block of queries after all tiles before its own that meet th
 lower numbers start first: whoever waits does so for one that is under way.
 
 To ask global memory for a turn, or to give one on, takes as long as a good part of a step. The
-producer does both for consumers that are late with their additions, and they meet it at barriers.
-Other consumers do so themselves.
+producer does both, and the consumers meet it at barriers. Without one, or where they add to the
+gradient of a bias, too, they do so themselves.
 """
 
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -38,17 +39,20 @@ class Turns:
             return
         self.last = step
         if self.by_producer:
-            plgpu.barrier_wait(self.refs["turn"])
+            plgpu.barrier_wait(self._at("turn", step.number))
         else:
             plgpu.wait_smem_to_gmem(0)
             pl.when(step.number > 0)(lambda: self._give(step.number - jnp.int32(1)))
             self._take(step.number)
 
-    def added(self):
-        """After the last addition of a step, which has had time to arrive."""
+    def added(self, number):
+        """When the additions of a step, if there is one of this number, have had time to arrive."""
         if self.by_producer:
-            plgpu.wait_smem_to_gmem(0)
-            plgpu.barrier_arrive(self.refs["added"])
+
+            @pl.when(number >= 0)
+            def _():
+                plgpu.wait_smem_to_gmem(0)
+                plgpu.barrier_arrive(self._at("added", number))
 
     def finish(self):
         """Waits for all that was added or stored."""
@@ -57,27 +61,37 @@ class Turns:
             steps = self.kernel.steps(self.tile)
             pl.when(steps > 0)(lambda: self._give(steps - jnp.int32(1)))
 
-    # The producer's.
+    # The producer's, between loads.
 
-    # How many steps it is ahead of the additions after it has issued a step's loads: those go out
-    # when a consumer is done with the step before the last, which adds for the one before that.
-    AHEAD = 3
+    @property
+    def after_loads(self) -> int:
+        """How often to `serve` when the loads of all steps are issued."""
+        return self.kernel.stages + self.kernel.lag if self.by_producer else 0
 
     def serve(self, number):
-        """After the loads of a step: gives one turn on, and waits for the next one."""
-        steps, late = self.kernel.steps(self.tile), number - jnp.int32(self.AHEAD)
+        """After the loads of a step: waits for one turn, and gives another one on.
 
-        @pl.when(late >= 0)
-        def _():
-            plgpu.barrier_wait(self.refs["added"])
-            self._give(late)
-
-        wanted = late + jnp.int32(1)
+        Loads go out as soon as the step `stages` before is done. The next one is then on its way,
+        and what it adds at its end, or what it adds late, is asked for; by its middle additions of
+        the step before have arrived.
+        """
+        steps, stages, lag = self.kernel.steps(self.tile), self.kernel.stages, self.kernel.lag
+        wanted = number - jnp.int32(stages - 1 + lag)
+        given = wanted - jnp.int32(1)
 
         @pl.when((wanted >= 0) & (wanted < steps))
         def _():
             self._take(wanted)
-            plgpu.barrier_arrive(self.refs["turn"])
+            plgpu.barrier_arrive(self._at("turn", wanted))
+
+        @pl.when((given >= 0) & (given < steps))
+        def _():
+            plgpu.barrier_wait(self._at("added", given))
+            self._give(given)
+
+    def _at(self, name: str, number):
+        # Of two barriers: that of the next step may be reached before this one's was looked at.
+        return self.refs[name].at[lax.rem(number, jnp.int32(2))]
 
     # In global memory.
 

@@ -412,7 +412,15 @@ def test_refuses_gradients_by_name():
 
 
 @pytest.mark.parametrize(
-    ("name", "length"), [("segments_shuffled", 300), ("wide_groups", 190), ("bias_of_keys", 300)]
+    ("name", "length"),
+    [
+        ("segments_shuffled", 300),
+        ("three_stages", 300),
+        ("window", 300),
+        ("heads_of_256", 190),
+        ("wide_groups", 190),
+        ("bias_of_keys", 300),
+    ],
 )
 def test_additions_keep_their_order(name, length, monkeypatch):
     """Each waits for those of tiles that the grid has started before, and for none else."""
