@@ -177,9 +177,10 @@ def heuristic(
     seen = sizes.s
     if spec.left is not None and spec.right is not None:
         seen = min(seen, spec.left + spec.right + 128)
-    short = banded(spec) and seen <= 1024
+    short = banded(spec) and seen <= 1024 and (spec.left is not None or seen > 512)
     narrow = max(sizes.hp, sizes.hvp) == 64 and producer and "bias" not in fields
     consumers = 1 if sizes.t <= ROWS else 3 if narrow and not short else 2
+    stages = 3 if narrow and short else 2
     blocks = chips.processors(device_kind)
     even = UNEVEN.isdisjoint(fields)
     if banded(spec):
@@ -188,7 +189,7 @@ def heuristic(
         even &= not odd and shares > 0.9 * blocks * -(-shares // blocks)
         even &= seen <= 16 * widths[0]
     blocks = blocks if even and producer else 0
-    made = [Config(block_kv, consumers, 2, blocks, producer) for block_kv in widths]
+    made = [Config(block_kv, consumers, stages, blocks, producer) for block_kv in widths]
     return next((c for c in made if sizes.refuse(c) is None), made[-1])
 
 
