@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks import processes
+
 # Peers of other frameworks and large operands have to fit beside JAX.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.95")
@@ -95,6 +97,15 @@ def parser() -> argparse.ArgumentParser:
         help="cases to compile before the first of them is measured; takes memory for the operands"
         " and exact values of as many; default: %(default)s",
     )
+    run.add_argument(
+        "--processes",
+        type=_above_0(int, 1e3),
+        default=1,
+        metavar="N",
+        help="processes that compile side by side, all cases before the first is measured, and then"
+        " measure one after the other; default: %(default)s",
+    )
+    run.add_argument("--share", type=processes.Share.parse, help=argparse.SUPPRESS)
     run.add_argument("--list", action="store_true", help="print set, operation and case; stop")
 
     report = commands.add_parser("report", help="print tables, draw plots, rewrite the documents")
@@ -114,6 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
         report.main(args.files, check=args.check)
         return 0
+    args.argv = list(sys.argv[1:] if argv is None else argv)
     from benchmarks import rows, run
 
     try:

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import tqdm
 
-from benchmarks import operations, rows, selection, shapes, tables
+from benchmarks import operations, processes, rows, selection, shapes, tables
 from benchmarks.rows import MEASURED, Row, rounded
 from benchmarks.selection import OPS, Cases, Shape, UsageError
 from pallas_ops import dispatch, timing
@@ -46,10 +46,18 @@ def run(args: argparse.Namespace) -> int:
         return 0
     if args.out is None:
         raise UsageError("--out FILE says where the rows go")
+    if args.share is not None:
+        cases = cases[args.share.number :: args.share.of]
+    elif args.processes > 1:
+        if any(selection.torch_names(args, shape.op) for _, shape in cases):
+            raise UsageError("--processes takes none of PyTorch's: those have one of their own")
+        rows.begin(args.out)
+        return processes.run(min(args.processes, len(cases)), args.argv)
     rows.begin(args.out)
     # PyTorch first: two processes with the card's memory and time between them measure neither.
     torch_rows = _torch_rows(cases, args)
-    runner = _Runner(args, _environment(), started + args.limit_s)
+    environment = {} if args.share is not None else _environment()
+    runner = _Runner(args, environment, started + args.limit_s)
     status = 0
     try:
         runner.write_torch(cases, torch_rows)
@@ -178,10 +186,15 @@ class _Runner:
             len(selection.directions(self.args, shape)) * len(self.loaded[shape.op])
             for _, shape in cases
         )
-        for chunk in itertools.batched(cases, self.args.compile_ahead):
+        share = self.args.share
+        ahead = self.args.compile_ahead if share is None else len(cases)
+        for chunk in itertools.batched(cases, ahead):
             self._in_time(chunk[0][1].case)
             parts = [(c, operation, names) for c in chunk for operation, names in self._parts(c[1])]
             self._prepare([(operation, names) for _, operation, names in parts])
+            if share is not None:
+                share.wait_until_all_are_ready()
+                self.environment = share.once(_environment)
             for i, ((set_name, shape), operation, names) in enumerate(parts):
                 for direction, name, result in self._results(operation, names):
                     self.write(set_name, shape, direction, name, result)

@@ -76,6 +76,22 @@ def test_a_run_from_the_command_line(tmp_path):
     assert "100%" in done.stderr
 
 
+def test_several_processes(tmp_path):
+    """Each case is measured once, by one of them at a time, in the same surroundings."""
+    out = tmp_path / "rows.json"
+    cases = ["b1 t37 n2 h8 window5,3 float32", GROUPED, GROUPED.replace("tail", "zipf")]
+    asked = ("run", "--set", "tiny", "--case", f"^({'|'.join(map(re.escape, cases))})$")
+    asked += ("--direction", "fwd", "--budget-ms", "1", "--processes", "2")
+    done = command(*asked, "--impl", "xla", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    found = rows(out)
+    assert sorted(row["case"] for row in found) == sorted(cases)
+    assert all(row["ms"] > 0 for row in found)
+    assert len({(row["peak_tflops"], row["peak_gbps"], row["commit"]) for row in found}) == 1
+    refused = command(*asked, "--impl", "torch", "--out", str(out))
+    assert refused.returncode == 2 and "--processes takes none" in refused.stderr
+
+
 def test_list():
     done = command(
         "run", "--set", "fa3", "--set", "decode", "--case", "t512 .*causal|m512", "--list"
