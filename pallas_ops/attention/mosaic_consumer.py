@@ -409,7 +409,8 @@ class Consumer:
         out = acc * columns_of(inverse, acc.shape)
         if self.kernel.masked or "query_lengths" in self.refs:  # whatever its products with 0 are
             out = jnp.where(columns_of(empty, acc.shape), 0.0, out)
-        o_smem = self.refs["o_smem"].at[self.warpgroup]
+        # By an index that the compiler takes to change: it would keep addresses across the loop.
+        o_smem = self.refs["o_smem"].at[lax.optimization_barrier(self.warpgroup)]
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         o_smem[...] = out.astype(self.kernel.dtype)
         plgpu.commit_smem()

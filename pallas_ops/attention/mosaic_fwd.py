@@ -275,6 +275,10 @@ class _Forward:
             tile = self.tile(index)
             one = Consumer(self, warpgroup, tile, Steps.of(step, start, repeats), repeats)
             acc, top, total = one.attend_guarded() if guarded else one.attend()
+            if self.config.producer and self.sizes.hvp > 128:
+                # Its place is computed once more: kept across the loop it takes registers.
+                place = self.tile(lax.optimization_barrier(index))
+                one = Consumer(self, warpgroup, place, one.steps, repeats)
             out = one.finish(acc, top, total)
             found = out.sum(axis=1) if self.hiding else top - top
             suspect = jnp.maximum(suspect, jnp.where(found != found, 1.0, 0.0))
