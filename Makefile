@@ -11,10 +11,10 @@ ARGS ?=
 # Tests get the processor even where a GPU is present; `make test-gpu` is for the card.
 TEST := -m pytest -n $(WORKERS) --dist worksteal
 
-# What differs by the kernel's code, not by JAX's: half of the time on the oldest.
-NEWEST_ONLY := beside_what or reaches_nothing or keep_their_order or (rise and float16) or \
-  (test_gradients and (bias_of or mask_of or soft_cap or dropout or stages or window or heads_of \
-  or shuffled or past_the))
+# What differs by the kernel's code, not by JAX's: a few of each kind are enough on the oldest.
+NEWEST_ONLY := beside_what or reaches_nothing or keep_their_order or what_is_masked or \
+  (rise and float16) or ((test_gradients or test_values) and (bias or mask or soft_cap or dropout \
+  or stages or window or heads_of or shuffled or past_the or wide_no or segments))
 
 # Tests start many processes; where this is set, each would compile jax's sources again.
 unexport PYTHONDONTWRITEBYTECODE

@@ -414,7 +414,6 @@ def test_refuses_gradients_by_name():
 @pytest.mark.parametrize(
     ("name", "length"),
     [
-        ("segments_shuffled", 300),
         ("three_stages", 300),
         ("window", 300),
         ("heads_of_256", 190),

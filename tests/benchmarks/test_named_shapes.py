@@ -34,7 +34,8 @@ def _fault(shape):
     return operation.check(operands, shape.directions).fault(outputs, ours=True)
 
 
-@pytest.mark.parametrize("shape", SETS["tiny"], ids=lambda shape: shape.case)
+# Every third: in what the others differ, tests of the operations cover.
+@pytest.mark.parametrize("shape", SETS["tiny"][::3], ids=lambda shape: shape.case)
 def test_tiny(shape):
     assert _fault(shape) is None
 
