@@ -51,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
     elif args.processes > 1:
         if any(selection.torch_names(args, shape.op) for _, shape in cases):
             raise UsageError("--processes takes none of PyTorch's: those have one of their own")
+        if args.compile_ahead > 1:
+            raise UsageError("--processes compiles all cases ahead: leave out --compile-ahead")
         rows.begin(args.out)
         return processes.run(min(args.processes, len(cases)), args.argv)
     rows.begin(args.out)

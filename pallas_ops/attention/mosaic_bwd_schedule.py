@@ -32,7 +32,7 @@ class ByKeys(Consumer):
         # Whether they issue most products one after the other, so that one computes beside the
         # other's; together they would both issue, and then both compute. At 128 columns the card
         # draws all the power it may either way.
-        self.in_turns = self.lag and kernel.by_rows
+        self.in_turns = bool(self.lag) and kernel.by_rows
         # This consumer's part of the gradient of queries, [64, width].
         self.width = kernel.sizes.hp if kernel.by_rows else kernel.sizes.hp // 2
         start = warpgroup * jnp.int32(ROWS if kernel.by_rows else self.width)

@@ -88,8 +88,16 @@ def test_several_processes(tmp_path):
     assert sorted(row["case"] for row in found) == sorted(cases)
     assert all(row["ms"] > 0 for row in found)
     assert len({(row["peak_tflops"], row["peak_gbps"], row["commit"]) for row in found}) == 1
-    refused = command(*asked, "--impl", "torch", "--out", str(out))
-    assert refused.returncode == 2 and "--processes takes none" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "reason"),
+    [("--impl", "torch", "--processes takes none"), ("--compile-ahead", "2", "leave out")],
+)
+def test_several_processes_refuse(option, value, reason, tmp_path, capsys):
+    asked = ["run", "--set", "tiny", "--processes", "2", "--out", str(tmp_path / "rows.json")]
+    assert __main__.main([*asked, option, value]) == 2
+    assert reason in capsys.readouterr().err
 
 
 def test_list():
