@@ -245,25 +245,54 @@ class Consumer:
         They are NaN where scores rise by more than float32 has room for.
         """
         self.load_first()
-        stages = jnp.int32(self.kernel.config.stages)
         first, last = (
             self.tile.met.end - end for end in (self.met.end, self.met.first + jnp.int32(1))
         )
-        plgpu.barrier_wait(self.refs["q_full"].at[self.warpgroup])
         self.pass_over(jnp.int32(0), first)
-        scores = self.start(first)
+        sums = self.follow(first + jnp.int32(1), last + jnp.int32(1), self.open(first))
+        self.release_queries(early=True)
+        acc, top, total = self.close(sums, last)
+        self.pass_over(last + jnp.int32(1), self.tile.met.blocks)
+        return acc, top, total
+
+    def open(self, k) -> tuple:
+        """The sums of nothing, and maxima, sums and weights of a block with nothing in flight."""
+        plgpu.barrier_wait(self.refs["q_full"].at[self.warpgroup])
+        scores = self.start(k)
         top = self.first_top(scores, self.nothing()[0])
         weights, total = self.weights(scores, top)
-        weights = self.dropped(weights, first)
-        acc = plgpu.layout_cast(jnp.zeros(self.acc_shape, jnp.float32), WGMMA)
+        return self.no_sums(), top, total, self.dropped(weights, k)
+
+    def no_sums(self):
+        return plgpu.layout_cast(jnp.zeros(self.acc_shape, jnp.float32), WGMMA)
+
+    def close(self, sums, k):
+        """Adds the product of the last block, with nothing else in flight."""
+        acc, top, total, weights = sums
+        plgpu.barrier_wait(self.at("v_full", k))
+        acc = self.product_with_values(acc, weights, k)
+        plgpu.barrier_arrive(self.at("v_empty", k))
+        return acc, top, total
+
+    def follow(self, start, end, sums, store: Callable | None = None, suspect=()):
+        """Blocks [start, end): the scores of each beside the product of the one before it.
+
+        With `store` block 0 follows the last one of the tile before, whose sums it takes when they
+        are whole; it adds to `suspect`.
+        """
+        stages, chained = jnp.int32(self.kernel.config.stages), store is not None
 
         def one_block(k, carry):
-            acc, top, total, weights = carry
+            acc, top, total, weights, *suspect = carry
+            opens = k == 0
             if "seeds" in self.refs:
                 weights = lax.optimization_barrier(weights)
 
             def products(scores_ref, acc_ref):
                 acc_ref[...] = acc
+                if chained:
+                    q_full = self.refs["q_full"].at[self.warpgroup]
+                    pl.when(opens)(lambda: plgpu.barrier_wait(q_full))
                 plgpu.barrier_wait(self.at("k_full", k))
                 self.multiply_keys(scores_ref, k)
                 plgpu.barrier_wait(self.at("v_full", k - 1))
@@ -272,37 +301,44 @@ class Consumer:
                 pl.when(k > 1)(lambda: self.load_later("v", k - 2 + stages))
                 scores = plgpu.wgmma_accumulator_load(scores_ref, wait_n=1)
                 plgpu.barrier_arrive(self.at("k_empty", k))
+                if chained:
+                    pl.when(k == end - 1)(lambda: self.release_queries(early=True))
                 scores = self.scores(scores, k)
-                new_top, low = top, False
+                old_top = new_top = top
+                if chained:
+                    unseen = functools.partial(row_vector, _UNSEEN)
+                    old_top = lax.cond(opens, unseen, lambda: top)
+                low = opens if chained else False
                 if self.kernel.masked:
-                    low = mosaic_inline.any_above(-top, -_LOW, WGMMA.reduce(1))
-                    first_top = functools.partial(self.first_top, scores, top)
-                    new_top = lax.cond(low, first_top, lambda: top)
+                    low = mosaic_inline.any_above(-old_top, -_LOW, WGMMA.reduce(1))
+                if self.kernel.masked or chained:
+                    first_top = functools.partial(self.first_top, scores, old_top)
+                    new_top = lax.cond(low, first_top, lambda: old_top)
                 new_weights, sums = self.weights(scores, new_top)
                 risen = mosaic_inline.any_above(sums, _MOST[self.kernel.dtype], WGMMA)
                 new_acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
                 plgpu.barrier_arrive(self.at("v_empty", k - 1))
-                return lax.cond(
+                go_on = lambda: lax.cond(
                     risen | low,
                     lambda: self.raised(new_acc, top, total, new_top, new_weights, sums),
                     lambda: (new_acc, top, total + sums, new_weights),
                 )
+                if not chained:
+                    return go_on()
+
+                def go_over():
+                    found = store(new_acc, top, total, *suspect)
+                    return self.no_sums(), new_top, sums, new_weights, found
+
+                return lax.cond(opens, go_over, lambda: (*go_on(), *suspect))
 
             acc_type = plgpu.ACC(self.acc_shape, jnp.float32)
-            *new, new_weights = pl.run_scoped(
+            acc, top, total, weights, *suspect = pl.run_scoped(
                 products, plgpu.ACC(self.shape, jnp.float32), acc_type
             )
-            return *new, self.dropped(new_weights, k)
+            return acc, top, total, self.dropped(weights, k), *suspect
 
-        acc, top, total, weights = lax.fori_loop(
-            first + jnp.int32(1), last + jnp.int32(1), one_block, (acc, top, total, weights)
-        )
-        self.release_queries(early=True)
-        plgpu.barrier_wait(self.at("v_full", last))
-        acc = self.product_with_values(acc, weights, last)
-        plgpu.barrier_arrive(self.at("v_empty", last))
-        self.pass_over(last + jnp.int32(1), self.tile.met.blocks)
-        return acc, top, total
+        return lax.fori_loop(start, end, one_block, (*sums, *suspect))
 
     def pass_over(self, start, end):
         """Gives back blocks [start, end) of the tile's, which only other consumers' rows see."""
@@ -324,7 +360,6 @@ class Consumer:
         self.load_first()
         stages = jnp.int32(self.kernel.config.stages)
         plgpu.barrier_wait(self.refs["q_full"].at[self.warpgroup])
-        acc = plgpu.layout_cast(jnp.zeros(self.acc_shape, jnp.float32), WGMMA)
 
         def one_block(k, carry):
             acc, top, total = carry
@@ -348,7 +383,7 @@ class Consumer:
             acc = self.product_with_changed(acc, marked, second, lambda x: (0.0, huge))
             return jnp.where(acc > weight * huge / 2, jnp.nan, acc), top, total
 
-        carry = acc, *self.nothing()
+        carry = self.no_sums(), *self.nothing()
         sums = lax.fori_loop(jnp.int32(0), self.tile.met.blocks, one_block, carry)
         self.release_queries(early=True)
         return sums

@@ -6,6 +6,7 @@ takes the softmax of the one while the other runs (Shah et al., "FlashAttention-
 arXiv:2407.08608). docs/attention.md tells the rest.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -92,6 +93,10 @@ class _Forward:
         # of them loads what the others need.
         self.uneven = banded and config.producer and config.rows > config.block_kv
         self.shares_output = sizes.shares_output(config)
+        # Whether a tile's first scores are computed beside the last product of the one before. Not
+        # where its queries take the place of what that stores, or blocks lie between that others
+        # must see given back first.
+        self.chained = bool(config.blocks) and not self.shares_output and not self.uneven
         # First column and width: what results take the place of is as wide as they are.
         width = sizes.hvp if self.shares_output else sizes.hp
         self.q_parts = [(0, width)] + ([(width, sizes.hp - width)] if width < sizes.hp else [])
@@ -270,22 +275,42 @@ class _Forward:
         """All tiles of this block; returns how many blocks of keys came by then."""
         repeats = self.repeats(guarded)
 
-        def one_tile(index, carry):
-            step, suspect = carry
-            tile = self.tile(index)
-            one = Consumer(self, warpgroup, tile, Steps.of(step, start, repeats), repeats)
-            acc, top, total = one.attend_guarded() if guarded else one.attend()
-            if self.config.producer and self.sizes.hvp > 128:
+        def consumer(index, step):
+            return Consumer(self, warpgroup, self.tile(index), Steps.of(step, start, repeats), repeats)
+
+        def store(one, index, acc, top, total, suspect):
+            if self.config.producer and (self.chained or self.sizes.hvp > 128):
                 # Its place is computed once more: kept across the loop it takes registers.
-                place = self.tile(lax.optimization_barrier(index))
-                one = Consumer(self, warpgroup, place, one.steps, repeats)
+                one = consumer(lax.optimization_barrier(index), start)
             out = one.finish(acc, top, total)
             found = out.sum(axis=1) if self.hiding else top - top
-            suspect = jnp.maximum(suspect, jnp.where(found != found, 1.0, 0.0))
-            return step + tile.met.blocks, suspect
+            return jnp.maximum(suspect, jnp.where(found != found, 1.0, 0.0))
 
-        carry = (start, row_vector(0.0))
-        step, suspect = lax.fori_loop(jnp.int32(0), self._count(), one_tile, carry)
+        def one_tile(index, carry):
+            step, suspect = carry
+            one = consumer(index, step)
+            sums = one.attend_guarded() if guarded else one.attend()
+            return step + one.tile.met.blocks, store(one, index, *sums, suspect)
+
+        def one_more(index, carry):
+            step, *sums, suspect = carry
+            one = consumer(index, step)
+            ends = functools.partial(store, one, index - jnp.int32(1))
+            first, blocks = (index == 0).astype(jnp.int32), one.tile.met.blocks
+            return step + blocks, *one.follow(first, blocks, sums, ends, [suspect])
+
+        count, suspect = self._count(), row_vector(0.0)
+        if self.chained and not guarded:
+            one = consumer(jnp.int32(0), start)
+            sums = one.open(jnp.int32(0))
+            pl.when(one.tile.met.blocks == 1)(lambda: one.release_queries(early=True))
+            carry = start, *sums, suspect
+            step, *sums, suspect = lax.fori_loop(jnp.int32(0), count, one_more, carry)
+            one = consumer(count - jnp.int32(1), step)
+            suspect = store(one, count - jnp.int32(1), *one.close(sums, jnp.int32(-1)), suspect)
+        else:
+            carry = start, suspect
+            step, suspect = lax.fori_loop(jnp.int32(0), count, one_tile, carry)
         if not guarded:
             scratch = self.refs["reduction_smem"].at[warpgroup]
             suspect = mosaic_inline.reduce_rows("max", suspect, scratch)

@@ -33,6 +33,11 @@ CASES = {
     "heads_of_256": (SMALL, {"H": 256, "Hv": 256, "is_causal": True}),
     "heads_of_64_and_192": (Config(64, stages=3), {"Hv": 192, "T": 64, "is_causal": True}),
     "three_consumers": (Config(128, consumers=3, blocks=1), {"T": 250, "is_causal": True}),
+    "chained": (Config(128, blocks=2), {"is_causal": True, "T": 260, "S": 260, "N": 3}),
+    "chained_lengths": (
+        Config(128, stages=3, blocks=1),
+        {"is_causal": True, "T": 200, "key_value_seq_lengths": [150], "query_seq_lengths": [140]},
+    ),
     "latent": (Config(128, blocks=2), {"H": 192, "Hv": 128, "T": 250, "is_causal": True}),
     "one_consumer": (Config(128, consumers=1, blocks=2), {"scale": 2.0}),
     "one_query": (SMALL, {"T": 1, "B": 3, "key_value_seq_lengths": [200, 1, 77]}),
