@@ -6,6 +6,7 @@ operands of the products for values and keys; the gradients of queries are added
 by TMA (Shah et al., "FlashAttention-3", arXiv:2407.08608).
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -137,7 +138,8 @@ class _Backward:
         tiles = min(self.tiles, _FEW_TILES) if spec.deterministic else self.tiles
         section = visibility.section_of(sizes.b * kv_heads, 1, head_bytes, tiles)
         section = section if banded or spec.deterministic else 1
-        self.order = visibility.Order(sizes.b, kv_heads, self.tiles, section, descending=False)
+        order = visibility.Order(sizes.b, kv_heads, self.tiles, section, descending=False)
+        self.shares = visibility.Shares.of(order, config.blocks, banded=banded)
         self.bias = operands.bias if bias_gradient else None
         self.refs: dict[str, Any] = {}
 
@@ -243,7 +245,7 @@ class _Backward:
             out_type=[
                 jax.ShapeDtypeStruct(inputs[name].shape, self.dtype) for name in ("key", "value")
             ],
-            grid=(self.order.all,),
+            grid=(self.shares.ctas,),
             grid_names=("cta",),
             num_threads=_CONSUMERS + self.config.producer,
             thread_name="warpgroup",
@@ -274,6 +276,8 @@ class _Backward:
         if config.producer:
             barriers = lambda count: plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=count)
             scratch |= dict(q_empty=barriers(stages), do_empty=barriers(do_stages))
+        if config.blocks:
+            scratch["kv_empty"] = plgpu.Barrier(num_arrivals=_CONSUMERS)
         if self.producer_takes_turns:
             scratch["turn"] = plgpu.Barrier(num_barriers=2)
             scratch["added"] = plgpu.Barrier(num_arrivals=_CONSUMERS, num_barriers=2)
@@ -294,13 +298,11 @@ class _Backward:
 
     def _body(self):
         warpgroup = lax.axis_index("warpgroup")
-        batch, head, place = self.order.place(lax.axis_index("cta"))
-        tile = Tile(batch, head, place, *self._met(self.refs, batch, place))
         if self.spec.deterministic:
             counts = self.sizes.b * self.sizes.n * self.blocks * _CONSUMERS
             self.refs["done"] = pl.get_global(plgpu.SemaphoreType.REGULAR((counts,)))
 
-        def consume():
+        def consume(tile: Tile):
             if self.sizes.by_role:
                 consumer = ByRole(self, warpgroup, tile)
                 pl.when(warpgroup == 0)(consumer.run_values)
@@ -309,7 +311,7 @@ class _Backward:
                 ByKeys(self, warpgroup, tile).run()
 
         if not self.config.producer:
-            consume()
+            self._each_tile(consume)
             return
 
         registers = mosaic_config.registers(_CONSUMERS)
@@ -317,17 +319,32 @@ class _Backward:
         @pl.when(warpgroup == _CONSUMERS)
         def _():
             plgpu.set_max_registers(registers[1], action="decrease")
-            self._produce(tile)
+            self._each_tile(self._produce)
 
         @pl.when(warpgroup < _CONSUMERS)
         def _():
             plgpu.set_max_registers(registers[0], action="increase")
-            consume()
+            self._each_tile(consume)
 
-    def slot(self, name: str, number):
-        """Where in a buffer or barrier, "q_..." or "do_...", a step lies."""
+    def _each_tile(self, run: Callable[[Tile], None]):
+        """Of those that this block takes."""
+        cta = lax.axis_index("cta")
+
+        def one_tile(index, start):
+            batch, head, place = self.shares.place(cta, index)
+            tile = Tile(batch, head, place, *self._met(self.refs, batch, place), start)
+            run(tile)
+            return start + self.steps(tile)
+
+        if self.config.blocks:
+            lax.fori_loop(jnp.int32(0), self.shares.count(cta), one_tile, jnp.int32(0))
+        else:
+            one_tile(jnp.int32(0), jnp.int32(0))
+
+    def slot(self, name: str, tile: Tile, number):
+        """Where in a buffer or barrier, "q_..." or "do_...", a step of a tile lies."""
         by_q = name.startswith(("q_", "lse"))
-        return lax.rem(number, jnp.int32(self.config.stages if by_q else self.config.do_stages))
+        return lax.rem(tile.start + number, jnp.int32(self.config.stages if by_q else self.config.do_stages))
 
     def steps(self, tile: Tile):
         """Of all query heads and blocks of queries."""
@@ -367,7 +384,7 @@ class _Backward:
         """Queries and lse ("q"), or cotangents and delta ("do"), of a step."""
         refs, step = self.refs, self.step(tile, number)
         array, vector = {"q": ("query", "lse"), "do": ("dout", "delta")}[which]
-        slot, rows = self.slot(f"{which}_", number), pl.ds(step.row, self.config.block_q)
+        slot, rows = self.slot(f"{which}_", tile, number), pl.ds(step.row, self.config.block_q)
         full = refs[f"{which}_full"].at[slot]
         source = refs[array].at[tile.batch, rows, step.head]
         plgpu.copy_gmem_to_smem(source, refs[f"{which}_smem"].at[slot], full)
@@ -375,14 +392,28 @@ class _Backward:
         plgpu.copy_gmem_to_smem(source, refs[f"{vector}_smem"].at[slot], full)
 
     def _produce(self, tile: Tile):
-        self.load_keys(tile)
         steps, turns = self.steps(tile), Turns(self, None, tile)
+        # Where blocks stay the first steps of a tile come before its keys, which wait for the end
+        # of the tile before.
+        ahead = jnp.minimum(steps, self.stages)
+
+        def load_keys():
+            plgpu.barrier_wait(self.refs["kv_empty"])
+            self.load_keys(tile)
+
+        if self.config.blocks:
+            pl.when(steps == 0)(load_keys)
+        else:
+            self.load_keys(tile)
 
         def load(number):
             for which, stages in (("q", self.config.stages), ("do", self.config.do_stages)):
-                empty = self.refs[f"{which}_empty"].at[self.slot(f"{which}_", number)]
-                pl.when(number >= stages)(lambda empty=empty: plgpu.barrier_wait(empty))
+                empty = self.refs[f"{which}_empty"].at[self.slot(f"{which}_", tile, number)]
+                again = tile.start + number >= stages
+                pl.when(again)(lambda empty=empty: plgpu.barrier_wait(empty))
                 self.load(which, tile, number)
+            if self.config.blocks:
+                pl.when(number == ahead - 1)(load_keys)
 
         def one_step(number, _):
             if not self.producer_takes_turns:

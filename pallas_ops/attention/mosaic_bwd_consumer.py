@@ -35,6 +35,7 @@ class Tile(NamedTuple):
     place: jax.Array  # among the tiles of a head
     lengths: visibility.Lengths
     met: visibility.Range  # blocks of queries
+    start: jax.Array  # steps of tiles that this block has done before
 
 
 class Step(NamedTuple):
@@ -60,16 +61,21 @@ class Consumer:
         plain = self.spec.soft_cap is None and "bias" not in self.refs and self.spec.scale > 0
         self.unit = self.spec.scale * LOG2E if plain else None
         self.column = tile.place * jnp.int32(kernel.keys) + part * jnp.int32(ROWS)
-        self.k_smem, self.v_smem = (kernel.refs[name].at[part] for name in ("k_smem", "v_smem"))
 
     # Scores and their gradients.
 
     def scores_of(self, number, ref, *, ready: bool = False):
         """Issues K Q^T of a step, less lse; of the one after the last it is of no use."""
-        at = lambda name: self.refs[name].at[self.kernel.slot(name, number)]
+
+        def at(name: str):
+            return self.refs[name].at[self.kernel.slot(name, self.tile, number)]
+
         if not ready:
-            exists = number < self.kernel.steps(self.tile)
+            steps = self.kernel.steps(self.tile)
+            exists = number < steps
             pl.when(exists)(lambda: plgpu.barrier_wait(at("q_full")))
+            if self.kernel.config.blocks:  # what follows belongs to the next tile
+                number = jnp.minimum(number, steps - 1)
         if self.unit is not None:
             lse = plgpu.load(at("lse_smem"), layout=WGMMA.reduce(0))
             ref[...] = rows_of(lse * (-1.0 / self.unit), self.shape)
@@ -121,7 +127,7 @@ class Consumer:
 
     def at(self, name: str, step: Step):
         """The slot of a buffer or barrier that holds the step."""
-        slot = self.kernel.slot(name, step.number)
+        slot = self.kernel.slot(name, self.tile, step.number)
         return self.refs[name].at[slot]
 
     def fixed(self, name: str, part):
@@ -221,9 +227,10 @@ class Consumer:
 
     # What is not finite.
 
-    def make_finite(self, *refs):
-        """Keys or values: a row that sees one that is not has a NaN for lse or delta already."""
+    def make_finite(self, *names: str):
+        """Keys or values ("k_smem", "v_smem"): a row that sees one that is not has a NaN for lse or delta already."""
         if self.kernel.masked:
+            refs = [self.fixed(name, self.part) for name in names]
             pl.when(self._any_not_finite(*refs))(lambda: self._make_finite(*refs))
             plgpu.commit_smem()
             self.kernel.together()
@@ -313,11 +320,12 @@ class Consumer:
 
     def store_nothing(self):
         """Zeros, where no query meets these keys."""
-        for smem, name in ((self.k_smem, "dk"), (self.v_smem, "dv")):
-            self.store(jnp.zeros(smem.shape, jnp.float32), smem, name)
-        plgpu.wait_smem_to_gmem(0)
+        for name, width in (("dk", self.kernel.sizes.hp), ("dv", self.kernel.sizes.hvp)):
+            self.store(jnp.zeros((ROWS, width), jnp.float32), name)
 
-    def store(self, gradient, smem, name: str):
+    def store(self, gradient, name: str):
+        """Stores the gradient of keys ("dk") or values ("dv") by way of their place."""
+        smem = self.fixed({"dk": "k_smem", "dv": "v_smem"}[name], self.part)
         smem[...] = gradient.astype(self.kernel.dtype)
         plgpu.commit_smem()
         at = self.tile.batch, pl.ds(self.column, ROWS), self.tile.head

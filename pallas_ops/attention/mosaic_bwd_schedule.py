@@ -39,13 +39,16 @@ class ByKeys(Consumer):
         self.start_of_part = (start, 0) if kernel.by_rows else (0, start)
 
     def run(self):
+        if self.kernel.config.blocks:  # what was stored of the tile before has been read
+            plgpu.barrier_arrive(self.refs["kv_empty"])
         self.start()
         some = self.tile.met.blocks > 0
         pl.when(some)(self.run_steps)
         pl.when(jnp.logical_not(some))(self.store_nothing)
+        self.turns.finish()
 
     def run_steps(self):
-        self.make_finite(self.k_smem, self.v_smem)
+        self.make_finite("k_smem", "v_smem")
         sizes = self.kernel.sizes
 
         def sums(dk_ref, dv_ref):
@@ -67,9 +70,8 @@ class ByKeys(Consumer):
             self.add_part(dq, last)
             self.turns.added(last.number)
         self.kernel.together()  # the other one reads these keys, too
-        self.store(dk * self.spec.scale, self.k_smem, "dk")
-        self.store(dv * self.kernel.kept_scale, self.v_smem, "dv")
-        self.turns.finish()
+        self.store(dk * self.spec.scale, "dk")
+        self.store(dv * self.kernel.kept_scale, "dv")
 
     def pass_over(self):
         """Does without products what the other consumer needs of the first step, and says 1.
@@ -90,10 +92,7 @@ class ByKeys(Consumer):
             plgpu.barrier_wait(self.at("q_full", step))
             plgpu.barrier_wait(self.at("do_full", step))
             self.keep_from_masked(step)
-            mine = self.ds_at(self.warpgroup, step.number)
-            refs["ds_smem"].at[mine][...] = jnp.zeros(self.shape, kernel.dtype)
-            plgpu.commit_smem()
-            plgpu.barrier_arrive(refs["ds_full"].at[mine])
+            self.hand_over(jnp.zeros(self.shape, kernel.dtype), step)
             self.release(step, "q_empty", "do_empty")
 
         return hidden.astype(jnp.int32)
@@ -110,7 +109,18 @@ class ByKeys(Consumer):
 
     def ds_at(self, consumer, number):
         """Where a consumer's gradient of the scores of a step lies, and its barriers."""
-        return jnp.int32(2) * consumer + lax.rem(number + jnp.int32(2), jnp.int32(2))
+        number += self.tile.start + jnp.int32(2)
+        return jnp.int32(2) * consumer + lax.rem(number, jnp.int32(2))
+
+    def hand_over(self, ds, step: Step):
+        """This consumer's gradient of the scores of a step, for both."""
+        mine = self.ds_at(self.warpgroup, step.number)
+        empty = self.refs["ds_empty"].at[mine]
+        again = self.tile.start + step.number > 1
+        pl.when(again)(lambda: plgpu.barrier_wait(empty))
+        self.refs["ds_smem"].at[mine][...] = ds
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.refs["ds_full"].at[mine])
 
     def query_gradient(self, step: Step, ref):
         """Issues this consumer's part for a step; before the first it is of no use."""
@@ -121,7 +131,10 @@ class ByKeys(Consumer):
         row, column = self.start_of_part
         rows = pl.ds(row, ROWS)
         for w in range(self.kernel.parts):
-            ds = self.refs["ds_smem"].at[self.ds_at(w, number), :, rows]
+            at = self.ds_at(w, number)
+            if self.kernel.config.blocks:  # what is there may be being replaced
+                at = jnp.where(number >= 0, at, self.ds_at(self.warpgroup, number + jnp.int32(1)))
+            ds = self.refs["ds_smem"].at[at, :, rows]
             keys = self.fixed("k_smem", w).at[:, pl.ds(column, self.width)]
             plgpu.wgmma(ref, ds.transpose((1, 0)), keys)
         return ref
@@ -154,12 +167,7 @@ class ByKeys(Consumer):
         ds = pl.run_scoped(weights_and_gradients, self.acc)
         self.add_bias_gradient(ds, step)
         ds = self.operand(ds)
-        mine = self.ds_at(self.warpgroup, step.number)
-        empty = refs["ds_empty"].at[mine]
-        pl.when(step.number > 1)(lambda: plgpu.barrier_wait(empty))
-        refs["ds_smem"].at[mine][...] = ds
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(refs["ds_full"].at[mine])
+        self.hand_over(ds, step)
         late = kernel.step(self.tile, step.number - jnp.int32(1)) if self.lag else step
 
         def query_gradient(dq_ref):
@@ -212,24 +220,24 @@ class ByRole(Consumer):
 
         return pl.run_scoped(sums, plgpu.ACC((ROWS, width), jnp.float32))
 
-    def finish(self, gradient, smem, name: str):
+    def finish(self, gradient, name: str):
         self.kernel.together()  # both read keys and values
-        self.store(gradient, smem, name)
+        self.store(gradient, name)
         self.turns.added(self.kernel.steps(self.tile) - jnp.int32(1))
         self.turns.finish()
 
     def run_values(self):
         self.start()
-        self.make_finite(self.v_smem)
+        self.make_finite("v_smem")
         first = self.first_scores if self.early else lambda: None
         dv = self.sum_steps(self.step_of_values, self.kernel.sizes.hvp, first)
-        self.finish(dv * self.kernel.kept_scale, self.v_smem, "dv")
+        self.finish(dv * self.kernel.kept_scale, "dv")
 
     def run_keys(self):
         self.start()
-        self.make_finite(self.k_smem)
+        self.make_finite("k_smem")
         dk = self.sum_steps(self.step_of_keys, self.kernel.sizes.hp)
-        self.finish(dk * self.spec.scale, self.k_smem, "dk")
+        self.finish(dk * self.spec.scale, "dk")
 
     def step_of_values(self, step: Step, scores, dv_ref):
         """Given its raw scores, if they came early; those of the next one are then the result."""

@@ -55,8 +55,8 @@ class Turns:
                 plgpu.barrier_arrive(self._at("added", number))
 
     def finish(self):
-        """Waits for all that was added or stored."""
-        plgpu.wait_smem_to_gmem(0)
+        """Waits for all that was added or stored, or, where order is free, until it was read."""
+        plgpu.wait_smem_to_gmem(0, wait_read_only=not self.matter)
         if self.matter and not self.by_producer:
             steps = self.kernel.steps(self.tile)
             pl.when(steps > 0)(lambda: self._give(steps - jnp.int32(1)))

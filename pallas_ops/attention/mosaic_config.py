@@ -69,12 +69,14 @@ class BackwardConfig:
     `block_q` queries a step. `stages` steps of queries and `do_stages` of cotangents are in shared
     memory. With `producer` a warpgroup of its own issues the loads; without it the first consumer
     does, one step later, so that a third stage pays: for toolchains that ignore setmaxnreg.
+    `blocks` of the grid stay on the card and share the tiles; 0 launches one for each tile.
     """
 
     block_q: int = 64
     stages: int = 2
     do_stages: int = 2
     producer: bool = True
+    blocks: int = 0
 
     def __post_init__(self):
         tuning.check_fields(self)
@@ -82,6 +84,8 @@ class BackwardConfig:
             raise ValueError(
                 f"block_q must be 64 or 128, stages 2 or more, do_stages 1 or more, got {self}"
             )
+        if self.blocks < 0 or (self.blocks and not self.producer):
+            raise ValueError(f"blocks >= 0, and 0 without a producer, got {self}")
 
 
 class Sizes(NamedTuple):
@@ -152,7 +156,7 @@ class Sizes(NamedTuple):
             return f"{config} needs {self.backward_shared_memory(config)} bytes of shared memory"
         if not self.by_role and self.hp < 128 and config.block_q < 128:
             return f"{config} needs heads over 64, not H={self.h}"
-        if self.by_role and config.block_q > 64:
+        if self.by_role and (config.block_q > 64 or config.blocks):
             return f"{config} does not fit H={self.h} and Hv={self.hv}"
         if not self.by_role and not config.producer and config.do_stages < 2:
             return f"{config} needs do_stages of 2 or more"

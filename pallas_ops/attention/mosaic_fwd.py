@@ -70,17 +70,14 @@ class _Forward:
         banded = mosaic_config.banded(spec)
         head_bytes = 2 * sizes.s * (sizes.h + sizes.hv)
         section = visibility.section_of(sizes.b * sizes.n, sizes.group, head_bytes, self.tiles)
-        self.order = visibility.Order(
+        order = visibility.Order(
             sizes.b,
             sizes.n,
             self.tiles,
             section if banded else sizes.group,
             descending=spec.right is not None,
         )
-        # Of blocks that stay each takes a long and a short tile, of two heads, in turn.
-        self.paired = bool(config.blocks) and banded and sizes.b * sizes.n % 2 == 0
-        self.shares = self.order.all // (1 + self.paired)
-        self.ctas = min(config.blocks, self.shares) if config.blocks else self.shares
+        self.shares = visibility.Shares.of(order, config.blocks, banded=banded)
         self.segmented = "q_segments" in self.inputs
         self.by_tile = any(name in self.inputs for name in READ_BY_TILE)
         self.bounded = "kv_lengths" in self.inputs or sizes.s % config.block_kv != 0
@@ -120,7 +117,7 @@ class _Forward:
                 jax.ShapeDtypeStruct((sizes.b, length, sizes.n, sizes.hvp), self.dtype),
                 jax.ShapeDtypeStruct((sizes.b, sizes.n, self.tiles * config.rows), jnp.float32),
             ],
-            grid=(self.ctas,),
+            grid=(self.shares.ctas,),
             grid_names=("cta",),
             num_threads=config.consumers + config.producer,
             thread_name="warpgroup",
@@ -189,7 +186,7 @@ class _Forward:
     def tile(self, index) -> Tile:
         """Where the index-th tile of this block lies, and which keys it meets."""
         rows, bkv = self.config.rows, self.config.block_kv
-        batch, head, i = self._place(index)
+        batch, head, i = self.shares.place(lax.axis_index("cta"), index)
         lengths = visibility.Lengths.read(self.refs, batch, self.sizes.t, self.sizes.s)
         met = visibility.kv_blocks(self.spec, lengths, i * jnp.int32(rows), rows, bkv, self.blocks)
         if self.segmented:
@@ -202,20 +199,6 @@ class _Forward:
         own = visibility.kv_blocks(self.spec, tile.lengths, row, ROWS, bkv, self.blocks)
         first = jnp.clip(own.first, first, end - jnp.int32(1))
         return own._replace(first=first, end=jnp.clip(own.end, first + jnp.int32(1), end))
-
-    def _place(self, index):
-        """Batch row, head and tile of the index-th that this block takes."""
-        cta, ctas = lax.axis_index("cta"), jnp.int32(self.ctas)
-        if not self.paired:
-            return self.order.place(index * ctas + cta)
-        share = lax.div(index, jnp.int32(2)) * ctas + cta
-        return self.order.place_in_pair(share, lax.rem(index, jnp.int32(2)))
-
-    def _count(self):
-        """How many tiles this block takes."""
-        rounds, rest = divmod(self.shares, self.ctas)
-        more = (lax.axis_index("cta") < rest).astype(jnp.int32)
-        return (jnp.int32(rounds) + more) * jnp.int32(1 + self.paired)
 
     def repeats(self, guarded: bool) -> int:
         """How often each block of values comes, `attend_guarded` needs them twice."""
@@ -267,7 +250,8 @@ class _Forward:
             lax.fori_loop(jnp.int32(0), tile.met.blocks, one_block, None)
             return step + tile.met.blocks
 
-        return lax.fori_loop(jnp.int32(0), self._count(), one_tile, start)
+        count = self.shares.count(lax.axis_index("cta"))
+        return lax.fori_loop(jnp.int32(0), count, one_tile, start)
 
     # What a consumer computes.
 
@@ -299,7 +283,7 @@ class _Forward:
             first, blocks = (index == 0).astype(jnp.int32), one.tile.met.blocks
             return step + blocks, *one.follow(first, blocks, sums, ends, [suspect])
 
-        count, suspect = self._count(), row_vector(0.0)
+        count, suspect = self.shares.count(lax.axis_index("cta")), row_vector(0.0)
         if self.chained and not guarded:
             one = consumer(jnp.int32(0), start)
             sums = one.open(jnp.int32(0))

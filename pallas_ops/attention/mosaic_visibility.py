@@ -238,6 +238,44 @@ class Order(NamedTuple):
         return lax.div(head, jnp.int32(self.heads)), lax.rem(head, jnp.int32(self.heads)), tile
 
 
+class Shares(NamedTuple):
+    """Which tiles a block of the grid takes: one, or where some `blocks` stay its share of all.
+
+    Where lengths differ by a band it takes a long and a short one in turn.
+    """
+
+    order: Order
+    blocks: int
+    paired: bool
+
+    @classmethod
+    def of(cls, order: Order, blocks: int, *, banded: bool) -> "Shares":
+        even = order.batch * order.heads % 2 == 0
+        return cls(order, blocks, bool(blocks) and banded and even)
+
+    @property
+    def all(self) -> int:
+        return self.order.all // (1 + self.paired)
+
+    @property
+    def ctas(self) -> int:
+        return min(self.blocks, self.all) if self.blocks else self.all
+
+    def count(self, cta):
+        """How many tiles a block takes."""
+        rounds, rest = divmod(self.all, self.ctas)
+        more = (cta < rest).astype(jnp.int32)
+        return (jnp.int32(rounds) + more) * jnp.int32(1 + self.paired)
+
+    def place(self, cta, index) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Batch row, head and tile of the index-th that a block takes."""
+        ctas = jnp.int32(self.ctas)
+        if not self.paired:
+            return self.order.place(index * ctas + cta)
+        share = lax.div(index, jnp.int32(2)) * ctas + cta
+        return self.order.place_in_pair(share, lax.rem(index, jnp.int32(2)))
+
+
 # Of heads that blocks which run together may share in the L2 cache: half of an H200's 50 MB is on
 # the far side of the chip, and what is read from there may be held twice.
 _CACHE_BYTES = 16 * 1024 * 1024

@@ -161,6 +161,15 @@ BACKWARD_CASES = {
         {"H": 256, "Hv": 256, "N": 2, "K": 1, "T": 190, "S": 70},
     ),
     "three_stages": (BackwardConfig(64, stages=3), {"H": 72, "T": 250, "segments": 3}),
+    "blocks_stay": (
+        BackwardConfig(64, blocks=2),
+        {"H": 72, "T": 250, "S": 300, "is_causal": True, "q_offset": [60]},
+    ),
+    "blocks_stay_lengths": (
+        BackwardConfig(128, stages=3, blocks=1),
+        {"B": 2, "T": 130, "key_value_seq_lengths": [0, 150], "query_seq_lengths": [99, 70]}
+        | {"is_causal": True},
+    ),
     "bias_of_all": (SMALL, {"B": 2, "bias": "BNTS", "S": 70, "H": 128}),
     "bias_of_nothing": (SMALL, {"B": 2, "bias": "", "S": 70}),
 }
