@@ -332,7 +332,7 @@ class _Backward:
 
         def one_tile(index, start):
             batch, head, place = self.shares.place(cta, index)
-            tile = Tile(batch, head, place, *self._met(self.refs, batch, place), start)
+            tile = Tile(batch, head, place, *self._met(self.refs, batch, place), start, index)
             run(tile)
             return start + self.steps(tile)
 

@@ -36,6 +36,7 @@ class Tile(NamedTuple):
     lengths: visibility.Lengths
     met: visibility.Range  # blocks of queries
     start: jax.Array  # steps of tiles that this block has done before
+    index: jax.Array  # how many tiles those are
 
 
 class Step(NamedTuple):
@@ -328,8 +329,11 @@ class Consumer:
         smem = self.fixed({"dk": "k_smem", "dv": "v_smem"}[name], self.part)
         smem[...] = gradient.astype(self.kernel.dtype)
         plgpu.commit_smem()
-        at = self.tile.batch, pl.ds(self.column, ROWS), self.tile.head
-        plgpu.copy_smem_to_gmem(smem, self.refs[name].at[at])
+        # Computed once more: kept across the steps it would take registers.
+        index = lax.optimization_barrier(self.tile.index)
+        batch, head, place = self.kernel.shares.place(lax.axis_index("cta"), index)
+        column = place * jnp.int32(self.kernel.keys) + self.part * jnp.int32(ROWS)
+        plgpu.copy_smem_to_gmem(smem, self.refs[name].at[batch, pl.ds(column, ROWS), head])
 
     # Steps.
 
