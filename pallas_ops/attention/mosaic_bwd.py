@@ -344,7 +344,8 @@ class _Backward:
     def slot(self, name: str, tile: Tile, number):
         """Where in a buffer or barrier, "q_..." or "do_...", a step of a tile lies."""
         by_q = name.startswith(("q_", "lse"))
-        return lax.rem(tile.start + number, jnp.int32(self.config.stages if by_q else self.config.do_stages))
+        stages = self.config.stages if by_q else self.config.do_stages
+        return lax.rem(tile.start + number, jnp.int32(stages))
 
     def steps(self, tile: Tile):
         """Of all query heads and blocks of queries."""

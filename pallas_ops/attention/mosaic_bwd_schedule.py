@@ -78,7 +78,7 @@ class ByKeys(Consumer):
 
         If all of it is masked for these keys, as it is beyond a diagonal; else says 0.
         """
-        kernel, tile, refs = self.kernel, self.tile, self.refs
+        kernel, tile = self.kernel, self.tile
         if not kernel.uneven:
             return jnp.int32(0)
         own = visibility.q_blocks(
@@ -145,7 +145,7 @@ class ByKeys(Consumer):
 
     def step(self, step: Step, scores, dk_ref, dv_ref) -> jax.Array:
         """Given its raw scores, which are those of the next one in the end."""
-        kernel, refs = self.kernel, self.refs
+        kernel = self.kernel
         q_smem, do_smem = self.at("q_smem", step), self.at("do_smem", step)
         tainted: Any = False
         if kernel.masked:

@@ -260,7 +260,8 @@ class _Forward:
         repeats = self.repeats(guarded)
 
         def consumer(index, step):
-            return Consumer(self, warpgroup, self.tile(index), Steps.of(step, start, repeats), repeats)
+            steps = Steps.of(step, start, repeats)
+            return Consumer(self, warpgroup, self.tile(index), steps, repeats)
 
         def store(one, index, acc, top, total, suspect):
             if self.config.producer and (self.chained or self.sizes.hvp > 128):
