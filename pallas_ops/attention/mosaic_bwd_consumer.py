@@ -36,7 +36,7 @@ class Tile(NamedTuple):
     lengths: visibility.Lengths
     met: visibility.Range  # blocks of queries
     start: jax.Array  # steps of tiles that this block has done before
-    index: jax.Array  # how many tiles those are
+    number: jax.Array  # how many tiles those are
 
 
 class Step(NamedTuple):
@@ -330,7 +330,7 @@ class Consumer:
         smem[...] = gradient.astype(self.kernel.dtype)
         plgpu.commit_smem()
         # Computed once more: kept across the steps it would take registers.
-        index = lax.optimization_barrier(self.tile.index)
+        index = lax.optimization_barrier(self.tile.number)
         batch, head, place = self.kernel.shares.place(lax.axis_index("cta"), index)
         column = place * jnp.int32(self.kernel.keys) + self.part * jnp.int32(ROWS)
         plgpu.copy_smem_to_gmem(smem, self.refs[name].at[batch, pl.ds(column, ROWS), head])

@@ -274,7 +274,7 @@ class Consumer:
         plgpu.barrier_arrive(self.at("v_empty", k))
         return acc, top, total
 
-    def follow(self, start, end, sums, store: Callable | None = None, suspect=()):
+    def follow(self, start, end, sums, store: Callable | None = None, suspect=None):
         """Blocks [start, end): the scores of each beside the product of the one before it.
 
         With `store` block 0 follows the last one of the tile before, whose sums it takes when they
@@ -323,13 +323,10 @@ class Consumer:
                     lambda: self.raised(new_acc, top, total, new_top, new_weights, sums),
                     lambda: (new_acc, top, total + sums, new_weights),
                 )
-                if not chained:
+                if store is None:
                     return go_on()
-
-                def go_over():
-                    found = store(new_acc, top, total, *suspect)
-                    return self.no_sums(), new_top, sums, new_weights, found
-
+                found = functools.partial(store, new_acc, top, total, *suspect)
+                go_over = lambda: (self.no_sums(), new_top, sums, new_weights, found())
                 return lax.cond(opens, go_over, lambda: (*go_on(), *suspect))
 
             acc_type = plgpu.ACC(self.acc_shape, jnp.float32)
@@ -338,7 +335,8 @@ class Consumer:
             )
             return acc, top, total, self.dropped(weights, k), *suspect
 
-        return lax.fori_loop(start, end, one_block, (*sums, *suspect))
+        carry = (*sums, suspect) if chained else sums
+        return lax.fori_loop(start, end, one_block, carry)
 
     def pass_over(self, start, end):
         """Gives back blocks [start, end) of the tile's, which only other consumers' rows see."""

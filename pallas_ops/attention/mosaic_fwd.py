@@ -274,15 +274,15 @@ class _Forward:
         def one_tile(index, carry):
             step, suspect = carry
             one = consumer(index, step)
-            sums = one.attend_guarded() if guarded else one.attend()
-            return step + one.tile.met.blocks, store(one, index, *sums, suspect)
+            acc, top, total = one.attend_guarded() if guarded else one.attend()
+            return step + one.tile.met.blocks, store(one, index, acc, top, total, suspect)
 
         def one_more(index, carry):
             step, *sums, suspect = carry
             one = consumer(index, step)
             ends = functools.partial(store, one, index - jnp.int32(1))
             first, blocks = (index == 0).astype(jnp.int32), one.tile.met.blocks
-            return step + blocks, *one.follow(first, blocks, sums, ends, [suspect])
+            return step + blocks, *one.follow(first, blocks, sums, ends, suspect)
 
         count, suspect = self.shares.count(lax.axis_index("cta")), row_vector(0.0)
         if self.chained and not guarded:
@@ -292,7 +292,8 @@ class _Forward:
             carry = start, *sums, suspect
             step, *sums, suspect = lax.fori_loop(jnp.int32(0), count, one_more, carry)
             one = consumer(count - jnp.int32(1), step)
-            suspect = store(one, count - jnp.int32(1), *one.close(sums, jnp.int32(-1)), suspect)
+            acc, top, total = one.close(sums, jnp.int32(-1))
+            suspect = store(one, count - jnp.int32(1), acc, top, total, suspect)
         else:
             carry = start, suspect
             step, suspect = lax.fori_loop(jnp.int32(0), count, one_tile, carry)
