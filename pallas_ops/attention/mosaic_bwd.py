@@ -21,7 +21,7 @@ from pallas_ops.attention.mosaic_bwd_consumer import PART, Step, Tile
 from pallas_ops.attention.mosaic_bwd_schedule import ByKeys, ByRole
 from pallas_ops.attention.mosaic_bwd_turns import Turns
 from pallas_ops.attention.mosaic_config import READ_BY_TILE, ROWS, BackwardConfig, Sizes
-from pallas_ops.attention.mosaic_consumer import LOG2E
+from pallas_ops.attention.mosaic_scores import LOG2E
 from pallas_ops.attention.mosaic_visibility import pad
 from pallas_ops.attention.validate import Operands, Spec
 

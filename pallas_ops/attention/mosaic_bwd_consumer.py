@@ -19,7 +19,7 @@ from pallas_ops.attention import dropout
 from pallas_ops.attention import mosaic_visibility as visibility
 from pallas_ops.attention.mosaic_bwd_turns import Turns
 from pallas_ops.attention.mosaic_config import ROWS
-from pallas_ops.attention.mosaic_consumer import LOG2E
+from pallas_ops.attention.mosaic_scores import LOG2E
 from pallas_ops.attention.mosaic_visibility import WGMMA, columns_of, rows_of
 
 if TYPE_CHECKING:

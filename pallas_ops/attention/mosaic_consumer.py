@@ -1,11 +1,6 @@
-"""A consumer warpgroup of flash attention's forward on Hopper: scores, softmax, products.
-
-Rows of scores are in units of log2: exp2 is one instruction.
-"""
+"""A consumer warpgroup of flash attention's forward on Hopper: its products, and in what order."""
 
 import functools
-import math
-import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,25 +11,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_ops import mosaic_inline
-from pallas_ops.attention import dropout
-from pallas_ops.attention import mosaic_visibility as visibility
 from pallas_ops.attention.mosaic_config import ROWS
-from pallas_ops.attention.mosaic_visibility import WGMMA, columns_of, rows_of
+from pallas_ops.attention.mosaic_scores import LOG2E, LOW, MOST, UNSEEN, Scores, Tile, row_vector
+from pallas_ops.attention.mosaic_visibility import WGMMA, columns_of
 
 if TYPE_CHECKING:
     from pallas_ops.attention.mosaic_fwd import _Forward
 
-LOG2E = math.log2(math.e)
-# What counts as the maximum of a row that has seen nothing: no score lies below, so that whatever
-# comes has a weight of 1 or more, and -inf one of 0.
-_UNSEEN = float(jnp.finfo(jnp.float32).min)
-# Scores as low as this are a mask by other means, such as a bias of -1e9: the maximum of a row that
-# has seen nothing else follows the scores up.
-_LOW = -(2.0**16)
-# How large a thread's sum of a block's weights may get before the maximum of its row is raised: any
-# number near it does, and one that stays costs nothing. Sums and results are float32; weights are
-# rounded to the products' dtype, and float16 ends at 65504.
-_MOST = {jnp.dtype(jnp.bfloat16): 2.0**24, jnp.dtype(jnp.float16): 2.0**14}
 # Two numbers whose product no sum of weights, each at most 1, times values comes near.
 _MARKS = {jnp.dtype(jnp.bfloat16): (1.0, 2.0**127), jnp.dtype(jnp.float16): (65504.0, 65504.0)}
 
@@ -51,32 +34,14 @@ class Steps(NamedTuple):
         return cls(step, start + (step - start) * jnp.int32(repeats) if repeats > 1 else step)
 
 
-class Tile(NamedTuple):
-    batch: jax.Array
-    head: jax.Array
-    place: jax.Array  # among the tiles of a head
-    lengths: visibility.Lengths
-    met: visibility.Range
-
-
-def row_vector(x: float) -> jax.Array:
-    return plgpu.layout_cast(jnp.full((ROWS,), x, jnp.float32), WGMMA.reduce(1))
-
-
-class Consumer:
+class Consumer(Scores):
     """One warpgroup's 64 queries of a tile."""
 
     def __init__(self, kernel: "_Forward", warpgroup, tile: Tile, steps: Steps, repeats: int):
-        self.kernel, self.refs, self.spec = kernel, kernel.refs, kernel.spec
-        self.warpgroup, self.tile, self.steps = warpgroup, tile, steps
+        super().__init__(kernel, warpgroup, tile)
+        self.warpgroup, self.steps = warpgroup, steps
         self.repeats = {"k": 1, "v": repeats}
-        self.row = (tile.place * jnp.int32(kernel.config.consumers) + warpgroup) * jnp.int32(ROWS)
-        self.met = kernel.met_by_rows(tile, self.row) if kernel.uneven else tile.met
-        self.shape = (ROWS, kernel.config.block_kv)  # of a tile of scores
         self.acc_shape = (ROWS, kernel.sizes.hvp)
-        # Scores are in units of log2 once they have left `scores`, or are yet to be scaled by this.
-        plain = self.spec.soft_cap is None and "bias" not in self.refs and self.spec.scale > 0
-        self.unit = self.spec.scale * LOG2E if plain else 1.0
 
     def at(self, name: str, i):
         """The slot of a buffer or barrier, "k_..." or "v_...", that holds the tile's i-th load."""
@@ -86,113 +51,6 @@ class Consumer:
         for (first, width), name in zip(self.kernel.q_parts, ("q_smem", "q_rest_smem")):
             keys = self.at("k_smem", k).at[:, pl.ds(first, width)]
             plgpu.wgmma(scores_ref, self.refs[name].at[self.warpgroup], keys.transpose((1, 0)))
-
-    def scores(self, raw, k):
-        """Raw products of the k-th block with bias, soft cap and masks; -inf where masked."""
-        kernel, tile, spec = self.kernel, self.tile, self.spec
-        j = tile.met.end - jnp.int32(1) - k
-        column = j * jnp.int32(kernel.config.block_kv)
-        scores, parts = raw, []
-        if self.unit == 1.0:
-            scores = scores * spec.scale
-        if "bias" in self.refs:
-            bias = self.read_tile("bias", column).astype(jnp.float32)
-            scores = scores + bias
-            parts.append(bias != -jnp.inf)
-        if spec.soft_cap is not None:
-            scores = jnp.tanh(scores * (1 / spec.soft_cap)) * spec.soft_cap
-        if self.unit == 1.0:
-            scores = scores * LOG2E
-        if not kernel.masked:
-            return scores
-        if "mask" in self.refs:
-            parts.append(self.read_tile("mask", column).astype(jnp.int32) != 0)
-
-        def mask(scores):
-            seen = visibility.visible(
-                spec, tile.lengths, self.row, column, self.shape, bounded=kernel.bounded
-            )
-            if kernel.segmented:
-                seen.append(self.same_segment(column))
-            return jnp.where(visibility.conjunction(parts + seen), scores, -jnp.inf)
-
-        if kernel.by_tile:
-            return mask(scores)
-        partial = (j < self.met.full_first) | (j >= self.met.full_end)
-        if kernel.segmented:
-            partial |= visibility.mixed(self.refs, tile.batch, tile.place, j)
-        return lax.cond(partial, mask, lambda scores: scores, scores)
-
-    def same_segment(self, column):
-        load = lambda name, start, size, axis: plgpu.load(
-            self.refs[name].at[self.tile.batch, pl.ds(start, size)],
-            layout=WGMMA.reduce(axis),
-            optimized=False,
-        )
-        q_ids = load("q_segments", self.row, ROWS, 1)
-        kv_ids = load("kv_segments", column, self.shape[1], 0)
-        return columns_of(q_ids, self.shape) == rows_of(kv_ids, self.shape)
-
-    def read_tile(self, name: str, column) -> jax.Array:
-        """The tile [64, bkv] of an array [1|B, 1|N, 1|T, 1|S], read once where it broadcasts."""
-        ref = self.refs[name]
-        batch, head = (
-            0 if size == 1 else i for size, i in zip(ref.shape, (self.tile.batch, self.tile.head))
-        )
-        rows, columns = pl.ds(self.row, ROWS), pl.ds(column, self.shape[1])
-        load = lambda *at, layout: plgpu.load(
-            ref.at[batch, head, *at], layout=layout, optimized=False
-        )
-        match ref.shape[2:]:
-            case (1, 1):
-                return jnp.full(self.shape, ref[batch, head, 0, 0])
-            case (1, _):
-                return rows_of(load(0, columns, layout=WGMMA.reduce(0)), self.shape)
-            case (_, 1):
-                return columns_of(load(rows, 0, layout=WGMMA.reduce(1)), self.shape)
-            case _:
-                return load(rows, columns, layout=WGMMA)
-
-    def nothing(self) -> tuple[jax.Array, jax.Array]:
-        """Maxima and sums of rows that have seen nothing."""
-        return row_vector(_UNSEEN), plgpu.layout_cast(jnp.zeros((ROWS, 8), jnp.float32), WGMMA)
-
-    def first_top(self, scores, top):
-        """The maxima of rows that had none, or none but low ones."""
-        block_top = jnp.maximum((scores * self.unit).max(axis=1), top)
-        return jnp.where(top < _LOW, block_top, top)
-
-    def weights(self, scores, top) -> tuple[jax.Array, jax.Array]:
-        """Weights by what counts as the maximum of the rows, and their sums."""
-        weights = jnp.exp2(scores * self.unit - columns_of(top, scores.shape))
-        parts = [weights[:, i : i + 8] for i in range(0, self.shape[1], 8)]
-        return weights, functools.reduce(operator.add, parts)
-
-    def raised(self, acc, top, total, new_top, weights, sums):
-        """Sums by `top` and a block's weights by `new_top`, brought to the maximum of all."""
-        most = jnp.maximum(weights.max(axis=1), 1.0)
-        times = lambda x, factor: x * columns_of(factor, x.shape)
-        old, new = jnp.exp2(top - new_top) / most, 1.0 / most
-        total = times(total, old) + times(sums, new)
-        return times(acc, old), new_top + jnp.log2(most), total, times(weights, new)
-
-    def dropped(self, weights, k):
-        """Weights in the products' dtype; what is kept is scaled up at the end."""
-        if "seeds" in self.refs:
-            j = self.tile.met.end - jnp.int32(1) - k
-            iota = lambda size, axis: plgpu.broadcasted_iota(
-                jnp.int32, (size,), 0, layout=WGMMA.reduce(axis)
-            )
-            seed = self.refs["seeds"][self.tile.batch, self.tile.head]
-            rows = dropout.row_hash(seed, iota(ROWS, 1) + self.row)
-            columns = iota(self.shape[1], 0) + j * jnp.int32(self.shape[1])
-            kept = dropout.keep(
-                columns_of(rows, self.shape),
-                rows_of(dropout.column_hash(columns), self.shape),
-                self.spec.dropout_rate,
-            )
-            weights = jnp.where(kept, weights, 0.0)
-        return weights.astype(self.kernel.dtype)
 
     def start(self, k):
         """Scores of a block with nothing else in flight."""
@@ -306,16 +164,16 @@ class Consumer:
                 scores = self.scores(scores, k)
                 old_top = new_top = top
                 if chained:
-                    unseen = functools.partial(row_vector, _UNSEEN)
+                    unseen = functools.partial(row_vector, UNSEEN)
                     old_top = lax.cond(opens, unseen, lambda: top)
                 low = opens if chained else False
                 if self.kernel.masked:
-                    low = mosaic_inline.any_above(-old_top, -_LOW, WGMMA.reduce(1))
+                    low = mosaic_inline.any_above(-old_top, -LOW, WGMMA.reduce(1))
                 if self.kernel.masked or chained:
                     first_top = functools.partial(self.first_top, scores, old_top)
                     new_top = lax.cond(low, first_top, lambda: old_top)
                 new_weights, sums = self.weights(scores, new_top)
-                risen = mosaic_inline.any_above(sums, _MOST[self.kernel.dtype], WGMMA)
+                risen = mosaic_inline.any_above(sums, MOST[self.kernel.dtype], WGMMA)
                 new_acc = plgpu.wgmma_accumulator_load(acc_ref, wait_n=0)
                 plgpu.barrier_arrive(self.at("v_empty", k - 1))
                 go_on = lambda: lax.cond(
@@ -428,7 +286,7 @@ class Consumer:
         if "query_lengths" in self.refs:
             rows = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=WGMMA.reduce(1))
             outside = rows >= self.tile.lengths.query - self.row
-            top, total = jnp.where(outside, _UNSEEN, top), jnp.where(outside, 0.0, total)
+            top, total = jnp.where(outside, UNSEEN, top), jnp.where(outside, 0.0, total)
         empty = total == 0.0
         if "sinks" in self.refs:  # one more key, whose value is 0
             sink = self.refs["sinks"][0, self.tile.head] * LOG2E

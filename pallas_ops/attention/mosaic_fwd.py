@@ -19,7 +19,8 @@ from pallas_ops import mosaic_inline
 from pallas_ops.attention import mosaic_config
 from pallas_ops.attention import mosaic_visibility as visibility
 from pallas_ops.attention.mosaic_config import READ_BY_TILE, ROWS, Config, Sizes
-from pallas_ops.attention.mosaic_consumer import Consumer, Steps, Tile, row_vector
+from pallas_ops.attention.mosaic_consumer import Consumer, Steps
+from pallas_ops.attention.mosaic_scores import Tile, row_vector
 from pallas_ops.attention.validate import Operands, Spec
 
 _SWIZZLE = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
