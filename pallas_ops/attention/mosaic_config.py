@@ -248,15 +248,16 @@ def backward_heuristic(device_kind, query, key, value, *rest, **params) -> Backw
     return next((c for c in made if sizes.refuse_backward(c) is None), made[0])
 
 
-def backward_candidates(query, key, value, *rest, **params) -> list[BackwardConfig]:
+def backward_candidates(query, key, value, *rest, spec: Spec, **params) -> list[BackwardConfig]:
     del rest, params
     sizes = Sizes.of(query, key, value)
+    stay = ((True, 132),) if not spec.deterministic else ()
     made = [
-        BackwardConfig(block_q, stages, do_stages, producer)
+        BackwardConfig(block_q, stages, do_stages, producer, blocks)
         for block_q in (64, 128)
         for stages in (2, 3)
         for do_stages in (1, 2, 3)
-        for producer in (True, False)
+        for producer, blocks in (*stay, (True, 0), (False, 0))
         if do_stages <= stages
     ]
     return [c for c in made if sizes.refuse_backward(c) is None]
@@ -273,4 +274,8 @@ def refuse_backward(
         bias = rest[fields[3:].index("bias")].shape
         if 1 not in bias[2:] and bias[:2] != (query.shape[0], query.shape[2]):
             return f"a bias of shape {bias} has no deterministic gradient: heads or rows share it"
-    return None if config is None else Sizes.of(query, key, value).refuse_backward(config)
+    if config is None:
+        return None
+    if config.blocks and spec.deterministic:
+        return f"{config} has no deterministic gradient: blocks that stay take tiles in no order"
+    return Sizes.of(query, key, value).refuse_backward(config)

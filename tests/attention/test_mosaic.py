@@ -420,6 +420,16 @@ def test_refuses_gradients_by_name():
     bias = jnp.zeros((64, 64))
     with pytest.raises(NotImplementedError, match="no deterministic gradient: heads or rows share"):
         jax.eval_shape(jax.grad(lambda b: attend(b, "mosaic_gpu")), bias)
+    stay = {"deterministic": True, "config": BackwardConfig(128, blocks=2)}
+    with pytest.raises(NotImplementedError, match="take tiles in no order"):
+        jax.eval_shape(
+            jax.grad(
+                lambda x: pallas_ops.flash_attention(
+                    x, x, x, implementation="mosaic_gpu", **stay
+                ).sum()
+            ),
+            x,
+        )
     # A sequence falls through, each operation by itself.
     fallen = jax.eval_shape(jax.grad(lambda b: attend(b, ("mosaic_gpu", "xla"))), bias)
     assert fallen.shape == bias.shape
@@ -450,3 +460,9 @@ def test_additions_keep_their_order(name, length, monkeypatch):
 def test_config_refuses(fields):
     with pytest.raises(ValueError, match="got Config"):
         Config(**fields)
+
+
+@pytest.mark.parametrize("fields", [{"block_q": 96}, {"blocks": 1, "producer": False}])
+def test_backward_config_refuses(fields):
+    with pytest.raises(ValueError, match="got BackwardConfig"):
+        BackwardConfig(**fields)
