@@ -501,7 +501,7 @@ def test_configs(head, part):
     spec = Spec(1.0, None, 0, None, 0.0, None, False, "context")
     fields = ("query", "key", "value")
     chosen = mosaic_config.candidates(*call, fields=fields, spec=spec)[part::7]
-    chosen += mosaic_config.backward_candidates(*call)[part // 3 :: 2]
+    chosen += mosaic_config.backward_candidates(*call, spec=spec)[part // 3 :: 2]
     expected, plain = held_to(inputs, lambda implementation: implementation, gradients=True)
     for config in chosen:
         implementation = cases.Implementation("mosaic_gpu", (config,))
