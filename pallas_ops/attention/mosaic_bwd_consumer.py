@@ -229,7 +229,7 @@ class Consumer:
     # What is not finite.
 
     def make_finite(self, *names: str):
-        """ "k_smem" or "v_smem": a row that sees what is not has a NaN for lse or delta already."""
+        """Of keys or values: a row that sees one that is not has a NaN for lse or delta already."""
         if self.kernel.masked:
             refs = [self.fixed(name, self.part) for name in names]
             pl.when(self._any_not_finite(*refs))(lambda: self._make_finite(*refs))

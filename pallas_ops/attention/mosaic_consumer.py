@@ -135,8 +135,8 @@ class Consumer(Scores):
     def follow(self, start, end, sums, store: Callable | None = None, suspect=None):
         """Blocks [start, end): the scores of each beside the product of the one before it.
 
-        With `store` block 0 follows the last one of the tile before, whose sums it takes when they
-        are whole; it adds to `suspect`.
+        With `store` block 0 follows the last one of the tile before, which `sums` are of. When they
+        are whole `store` takes them, and `suspect`, of which it returns what is known then.
         """
         stages, chained = jnp.int32(self.kernel.config.stages), store is not None
 

@@ -259,6 +259,25 @@ def test_values(name):
     assert_right(inputs, *run(config, inputs))
 
 
+@pytest.mark.parametrize(
+    ("name", "chained"),
+    [("chained", True), ("plain", True), ("three_consumers", False), ("heads_of_256", False)],
+)
+def test_first_scores_come_beside_the_last_product(name, chained, monkeypatch):
+    """Of the tile before, where they may; `test_values` has the same calls' values."""
+    follow, stores = Consumer.follow, []
+
+    def noted(self, start, end, sums, store=None, suspect=None):
+        stores.append(store)
+        return follow(self, start, end, sums, store, suspect)
+
+    monkeypatch.setattr(Consumer, "follow", noted)
+    config, case = CASES[name]
+    run(config, cases.inputs(name, SIZES | case, jnp.bfloat16))
+    assert stores
+    assert all((store is not None) == chained for store in stores)
+
+
 @pytest.mark.parametrize("name", ["plain", "three_consumers"])
 def test_float16(name):
     config, case = CASES[name]
@@ -413,23 +432,16 @@ def test_refuses_by_name(dtype, h, options, reason):
 def test_refuses_gradients_by_name():
     x = jnp.zeros((1, 64, 2, 64), jnp.bfloat16)
 
-    def attend(bias, implementation):
-        options = {"deterministic": True, "implementation": implementation}
+    def attend(bias, implementation, config=None):
+        options = {"deterministic": True, "implementation": implementation, "config": config}
         return pallas_ops.flash_attention(x, x, x, bias, **options).sum()
 
     bias = jnp.zeros((64, 64))
     with pytest.raises(NotImplementedError, match="no deterministic gradient: heads or rows share"):
         jax.eval_shape(jax.grad(lambda b: attend(b, "mosaic_gpu")), bias)
-    stay = {"deterministic": True, "config": BackwardConfig(128, blocks=2)}
+    stay = BackwardConfig(128, blocks=2)
     with pytest.raises(NotImplementedError, match="take tiles in no order"):
-        jax.eval_shape(
-            jax.grad(
-                lambda x: pallas_ops.flash_attention(
-                    x, x, x, implementation="mosaic_gpu", **stay
-                ).sum()
-            ),
-            x,
-        )
+        jax.eval_shape(jax.grad(lambda b: attend(b, "mosaic_gpu", stay)), jnp.zeros((1, 64)))
     # A sequence falls through, each operation by itself.
     fallen = jax.eval_shape(jax.grad(lambda b: attend(b, ("mosaic_gpu", "xla"))), bias)
     assert fallen.shape == bias.shape
