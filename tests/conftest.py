@@ -48,6 +48,13 @@ def _strict_promotion(request):
         yield
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _forget_programs():
+    """Each compiled program takes memory maps, of which Linux gives a process 65530."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture
 def rng(request) -> np.random.Generator:
     """A generator seeded by the name of the test: the same numbers on any worker, in any order."""
